@@ -1,0 +1,1 @@
+"""Generators: each prints the same plan in one dialect."""

@@ -1,0 +1,543 @@
+"""CPU C++: prints a plan as one function over at::vec lanes and OpenMP workers.
+
+The text is written for people: names from the region, one comment a phase, and `normpass.h` for
+what would only repeat. Two things are this dialect's own. Lanes run along the plan's vector axis: a loop over it takes
+a Vec at a time and its remainder through the same body. And `jam` rows go through a body together, so that
+what does not depend on the row (weights, the arrays of dgamma and dbeta) is read and written once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+
+from normpass.backend.plan import (
+    Accumulate,
+    Access,
+    Accumulator,
+    Begin,
+    Compute,
+    Finish,
+    Keep,
+    Leaf,
+    Load,
+    Loop,
+    Node,
+    Plan,
+    Recall,
+    Store,
+)
+from normpass.backend.pointwise import POINTWISE, truth_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from normpass.passes.region import Arg, Op
+
+TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.bool: "bool",
+}
+COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
+# Rows of at least this many bytes go through a kernel JAM at a time. Shorter ones gain nothing from it
+# (measured on layer norm's backward: 1.3x at 32 KiB and more, 0.8x at 1 KiB).
+JAM = 4
+JAM_BYTES = 16 * 1024
+
+
+def generate(plan: Plan) -> str:
+    """The C++ source of a plan: `extern "C" void kernel(void* const* tensors, const int64_t* sizes, int workers)`.
+
+    tensors: the region's inputs, then its outputs. sizes: its run-time sizes.
+    """
+    return _Printer(plan).source()
+
+
+def index_expression(expression: sympy.Expr) -> str:
+    """A size as C++ or Python text: sums of products of integers and `n_<name>`."""
+    expression = sympy.expand(expression)
+    terms = []
+    for term in sympy.Add.make_args(expression):
+        factors = []
+        for factor in sympy.Mul.make_args(term):
+            base, power = factor.as_base_exp()
+            factors += [f"n_{base}" if base.is_Symbol else str(base)] * int(power)
+        terms.append(" * ".join(factors))
+    return " + ".join(terms)
+
+
+class _Printer:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.region = plan.region
+        self.varies = self.region.varies
+        self.truth = truth_values(self.region)
+        self.double = self.region.compute_dtype is torch.float64
+        self.jam = self._choose_jam()
+        self.buffers = [*self.region.inputs, *(o.buffer for o in self.region.outputs)]
+        self.lines: list[str] = []
+        self.indent = 0
+        self.bodies = 0
+        self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
+        self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
+
+    def _choose_jam(self) -> str | None:
+        """The axis whose rows go through together, if that pays: long rows of a plain matrix."""
+        axes = self.plan.axes
+        itemsize = 8 if self.double else 4
+        matrix = len(axes) == 2 and axes[1].name == self.plan.vector
+        pays = self.plan.vector in self.plan.local and axes[-1].hint * itemsize >= JAM_BYTES
+        return axes[0].name if matrix and pays else None
+
+    # -- text
+
+    def line(self, text: str = "") -> None:
+        self.lines.append(f"{'  ' * self.indent}{text}" if text else "")
+
+    @contextmanager
+    def block(self, head: str, tail: str = "}") -> Iterator[None]:
+        self.line(f"{head} {{".lstrip())
+        self.indent += 1
+        yield
+        self.indent -= 1
+        self.line(tail)
+
+    def source(self) -> str:
+        for text in str(self.region).splitlines():
+            self.line(f"// {text}")
+        self.line('#include "normpass.h"')
+        self.line("using namespace normpass;")
+        self.line(f"using scalar = {'double' if self.double else 'float'};")
+        self.line("using Vec = Vectorized<scalar>;")
+        self.line("constexpr int W = Vec::size();")
+        self.line()
+        signature = (
+            'extern "C" void kernel(void* const* tensors, const int64_t* sizes, int workers)'
+        )
+        with self.block(signature):
+            self.arguments()
+            self.top(self.plan.body)
+        return "\n".join(self.lines) + "\n"
+
+    def arguments(self) -> None:
+        """Pointers and extents by name."""
+        for k, buffer in enumerate(self.buffers):
+            const = "const " if k < len(self.region.inputs) else ""
+            kind = f"{const}{TYPES[buffer.dtype]}*"
+            self.line(f"const auto p_{buffer.name} = static_cast<{kind}>(tensors[{k}]);")
+        for k, name in enumerate(self.region.runtime_sizes):
+            self.line(f"const int64_t n_{name} = sizes[{k}];")
+        for axis in self.plan.axes:
+            if axis.extent.is_number:
+                self.line(f"constexpr int64_t n_{axis.name} = {axis.extent};")
+            elif axis.name not in self.region.runtime_sizes:
+                self.line(f"const int64_t n_{axis.name} = {index_expression(axis.extent)};")
+
+    # -- names and types
+
+    def is_vector(self, value: str) -> bool:
+        return self.plan.vector in self.varies[value]
+
+    def type_of(self, value: str) -> str:
+        if self.is_vector(value):
+            return "Vec"
+        return "bool" if value in self.truth else "scalar"
+
+    def name(self, value: str) -> str:
+        return f"{value}[j]" if value in self.indexed else value
+
+    def define(self, value: str, expression: str) -> None:
+        """One value: an element of a declared array of rows, or a constant of its own."""
+        if value in self.indexed:
+            self.line(f"{value}[j] = {expression};")
+        else:
+            self.line(f"const {self.type_of(value)} {value} = {expression};")
+
+    def offset(self, strides: Mapping[str, sympy.Expr]) -> str:
+        terms = []
+        for axis in self.plan.axes:
+            if axis.name in strides:
+                stride = index_expression(strides[axis.name])
+                stride = f"({stride})" if " + " in stride else stride
+                terms.append(axis.name if stride == "1" else f"{axis.name} * {stride}")
+        return " + ".join(terms) or "0"
+
+    def argument(self, arg: Arg, *, vector: bool, truth: bool) -> str:
+        """An argument as its operation takes it: one or lanes, number or truth value."""
+        if not isinstance(arg, str):
+            text = ("true" if arg else "false") if truth else number(float(arg))
+            is_vector = False
+        else:
+            text, is_vector = self.name(arg), self.is_vector(arg)
+            if truth and arg not in self.truth:
+                text = f"mask({text})" if is_vector else f"mask_of({text})"
+            elif not truth and arg in self.truth:
+                text = self.as_number(arg)
+        if vector and not is_vector:
+            text = f"mask<scalar>({text})" if truth else f"Vec({text})"
+        return text
+
+    def as_number(self, value: str) -> str:
+        """A value as a number: a truth value is one or zero."""
+        name = self.name(value)
+        if value not in self.truth:
+            return name
+        if self.is_vector(value):
+            return f"where({name}, Vec(scalar(1)), Vec(scalar(0)))"
+        return f"where({name}, scalar(1), scalar(0))"
+
+    # -- arrays
+
+    def array(self, value: str, axes: Sequence[str]) -> str:
+        return f"{value}_by_{'_'.join(axes)}" if axes else f"{value}_total"
+
+    def array_strides(self, axes: Sequence[str]) -> dict[str, sympy.Expr]:
+        """An array lies in loop order, except that lanes are innermost."""
+        strides: dict[str, sympy.Expr] = {}
+        step: sympy.Expr = sympy.Integer(1)
+        for axis in sorted(reversed(axes), key=lambda axis: axis != self.plan.vector):
+            strides[axis] = step
+            step = step * self.plan.axis[axis].extent
+        return strides
+
+    def array_size(self, axes: Sequence[str]) -> str:
+        return index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
+
+    def element(self, value: str, axes: Sequence[str]) -> str:
+        """The address of a value's element in its array."""
+        address = f"{self.array(value, axes)} + {self.offset(self.array_strides(axes))}"
+        if self.jam in self.varies[value] and self.jam not in axes:
+            address += f" + j * {self.array_size(axes)}"
+        return address
+
+    # -- loops
+
+    def top(self, nodes: Sequence[Node]) -> None:
+        """The outermost body: what is shared by all workers, and the loops they divide."""
+        for node in nodes:
+            if isinstance(node, Loop):
+                self.shared_loop(node)
+            elif isinstance(node, Begin) and node.accumulator.shared:
+                self.begin_shared(node.accumulator)
+            elif isinstance(node, Finish) and node.accumulator.shared:
+                self.finish_shared(node.accumulator)
+            else:
+                self.leaf(node)
+
+    def begin_shared(self, accumulator: Accumulator) -> None:
+        name = self.array(accumulator.op.name, accumulator.axes)
+        self.line(f"Arrays<scalar> parts_{name}(workers, {self.array_size(accumulator.axes)});")
+        self.line(f"parts_{name}.begin<{COMBINE[accumulator.op.fn]}>();")
+
+    def finish_shared(self, accumulator: Accumulator) -> None:
+        name = self.array(accumulator.op.name, accumulator.axes)
+        self.line(f"parts_{name}.combine<{COMBINE[accumulator.op.fn]}>();")
+        self.line(f"const scalar* const {name} = parts_{name}.of(0);")
+        if not accumulator.axes:
+            self.define(accumulator.op.name, f"*{name}")
+
+    def shared_loop(self, node: Loop) -> None:
+        """A loop that workers divide, with the arrays that each of them has."""
+        inside = list(walk(node))
+        kept = {self.array(n.value, n.axes): n for n in inside if isinstance(n, Keep)}
+        own = {
+            self.array(n.accumulator.op.name, n.accumulator.axes): n.accumulator
+            for n in inside
+            if isinstance(n, Begin) and n.accumulator.axes
+        }
+        shared = {
+            self.array(n.accumulator.op.name, n.accumulator.axes): n.accumulator
+            for n in inside
+            if isinstance(n, Accumulate) and n.accumulator.shared
+        }
+        self.line()
+        for name, keep in kept.items():
+            size = self.array_size(keep.axes)
+            rows = (
+                f" * {JAM}"
+                if self.jam in self.varies[keep.value] and self.jam not in keep.axes
+                else ""
+            )
+            self.line(
+                f"Arrays<scalar> parts_{name}({'1' if keep.shared else 'workers'}, {size}{rows});"
+            )
+        for name, accumulator in own.items():
+            self.line(f"Arrays<scalar> parts_{name}(workers, {self.array_size(accumulator.axes)});")
+        if node.parallel:
+            self.line("#pragma omp parallel num_threads(workers)")
+        with self.block(""):
+            self.line(f"const int worker = {'omp_get_thread_num()' if node.parallel else '0'};")
+            workers = "omp_get_num_threads()" if node.parallel else "1"
+            unit = ", W" if node.axis.name == self.plan.vector else ""
+            self.line(f"const Share mine = share(n_{node.axis.name}, {workers}, worker{unit});")
+            for name in (*kept, *own, *shared):
+                index = "0" if name in kept and kept[name].shared else "worker"
+                self.line(f"scalar* const {name} = parts_{name}.of({index});")
+            totals = [a for a in shared.values() if not a.axes]
+            for accumulator in totals:
+                self.begin(accumulator)
+            self.divided_loop(node)
+            for accumulator in totals:
+                total = self.across(accumulator)
+                self.line(f"*{self.array(accumulator.op.name, ())} = {total};")
+
+    def divided_loop(self, node: Loop) -> None:
+        name = node.axis.name
+        if name == self.plan.vector:
+            self.vector_loop(node, "mine.begin", "mine.end")
+        elif name == self.jam:
+            self.jam_loop(node)
+        else:
+            with self.block(f"for (int64_t {name} = mine.begin; {name} < mine.end; ++{name})"):
+                self.body(node.body)
+
+    def vector_loop(self, node: Loop, begin: str, end: str) -> None:
+        """Full vectors, then what is left, through the same body."""
+        name = node.axis.name
+        self.bodies += 1
+        body, at = f"body{self.bodies}", f"at{self.bodies}"
+        with self.block(f"const auto {body} = [&](int64_t {name}, auto lanes)", "};"):
+            self.body(node.body)
+        self.line(f"int64_t {at} = {begin};")
+        self.line(f"for (; {at} + W <= {end}; {at} += W) {body}({at}, All<scalar>());")
+        self.line(f"if ({at} < {end}) {body}({at}, int({end} - {at}));")
+
+    def jam_loop(self, node: Loop) -> None:
+        """Several rows at a time, then one at a time, through the same body."""
+        name = node.axis.name
+        with self.block(f"const auto rows = [&]<int J>(int64_t {name}0)", "};"):
+            self.body(node.body)
+        self.line(f"int64_t {name}0 = mine.begin;")
+        self.line(f"for (; {name}0 + {JAM} <= mine.end; {name}0 += {JAM})")
+        self.line(f"  rows.template operator()<{JAM}>({name}0);")
+        self.line(f"for (; {name}0 < mine.end; ++{name}0) rows.template operator()<1>({name}0);")
+
+    def body(self, nodes: Sequence[Node]) -> None:
+        """A body inside a loop: runs of leaves, and loops between them."""
+        outlive = any(isinstance(node, Loop) for node in nodes)
+        before = set(self.indexed)
+        run: list[Leaf] = []
+        for node in nodes:
+            if not isinstance(node, Loop):
+                run.append(node)
+                continue
+            self.run(run, outlive=outlive)
+            run = []
+            name = node.axis.name
+            if name == self.plan.vector:
+                self.vector_loop(node, "0", f"n_{name}")
+            else:
+                with self.block(f"for (int64_t {name} = 0; {name} < n_{name}; ++{name})"):
+                    self.body(node.body)
+        self.run(run, outlive=outlive)
+        self.indexed = before
+
+    def run(self, nodes: Sequence[Leaf], *, outlive: bool) -> None:
+        """Leaves in a row. Those that differ between jammed rows stand in a loop over these; what such a loop
+        defines is declared before it if later nodes need it, one for each row."""
+        rows = [node for node in nodes if self.per_row(node)]
+        for node in nodes:
+            if node not in rows:
+                self.leaf(node)
+        if not rows:
+            return
+        arrays = [n.accumulator for n in rows if isinstance(n, Accumulate) and n.accumulator.axes]
+        for accumulator in arrays:
+            self.hold(accumulator)
+        if outlive:
+            for node in rows:
+                self.declare(node)
+        self.line("#pragma GCC unroll 4")
+        with self.block("for (int j = 0; j < J; ++j)"):
+            self.line(f"const int64_t {self.jam} = {self.jam}0 + j;")
+            for node in rows:
+                self.leaf(node)
+        for accumulator in arrays:
+            self.release(accumulator)
+
+    def per_row(self, node: Leaf) -> bool:
+        """Whether a leaf does something else for each of the rows that go together."""
+        if self.jam is None:
+            return False
+        match node:
+            case Load(access):
+                return self.jam in access.strides
+            case Compute(op):
+                return self.jam in self.varies[op.name]
+            case Begin(accumulator) | Finish(accumulator):
+                return self.jam in self.varies[accumulator.op.name]
+            case Accumulate(accumulator):
+                return self.jam in self.varies[operand(accumulator)]
+            case Keep(value, _, _) | Recall(value, _, _):
+                return self.jam in self.varies[value]
+            case Store(_, access):
+                return self.jam in access.strides
+
+    def declare(self, node: Leaf) -> None:
+        """Declares what a leaf defines, once for each jammed row."""
+        match node:
+            case Load(access):
+                name, kind = access.buffer.name, self.type_of(access.buffer.name)
+            case Compute(op):
+                name, kind = op.name, self.type_of(op.name)
+            case Begin(accumulator):
+                name, kind = f"acc_{accumulator.op.name}", self.accumulator_type(accumulator)
+            case Finish(accumulator):
+                name, kind = accumulator.op.name, self.type_of(accumulator.op.name)
+            case Recall(value, _, _):
+                name, kind = value, self.type_of(value)
+            case _:
+                return
+        self.indexed.add(name)
+        self.line(f"{kind} {name}[J];")
+
+    def hold(self, accumulator: Accumulator) -> None:
+        """Reads an array's element once for all rows of a jam."""
+        name, element = accumulator.op.name, self.element(accumulator.op.name, accumulator.axes)
+        vector = self.plan.vector in accumulator.axes
+        read = f"load<scalar>({element}, lanes)" if vector else f"*({element})"
+        self.line(f"{'Vec' if vector else 'scalar'} held_{name} = {read};")
+        self.held.add(name)
+
+    def release(self, accumulator: Accumulator) -> None:
+        name, element = accumulator.op.name, self.element(accumulator.op.name, accumulator.axes)
+        vector = self.plan.vector in accumulator.axes
+        self.line(
+            f"store({element}, held_{name}, lanes);" if vector else f"*({element}) = held_{name};"
+        )
+        self.held.discard(name)
+
+    # -- leaves
+
+    def leaf(self, node: Leaf) -> None:
+        match node:
+            case Load(access):
+                self.load(access)
+            case Compute(op):
+                self.compute(op)
+            case Begin(accumulator):
+                self.begin(accumulator)
+            case Accumulate(accumulator):
+                self.accumulate(accumulator)
+            case Finish(accumulator):
+                self.finish(accumulator)
+            case Keep(value, axes, _):
+                write = "store({}, {}, lanes);" if self.plan.vector in axes else "*({}) = {};"
+                self.line(write.format(self.element(value, axes), self.as_number(value)))
+            case Recall(value, axes, _):
+                read = "load<scalar>({}, lanes)" if self.plan.vector in axes else "*({})"
+                self.define(value, read.format(self.element(value, axes)))
+            case Store(output, access):
+                self.store(output.value, access)
+
+    def load(self, access: Access) -> None:
+        buffer = access.buffer
+        address = f"p_{buffer.name} + {self.offset(access.strides)}"
+        stride = access.strides.get(self.plan.vector)
+        if stride is None:
+            text = f"get<scalar>({address})"
+        elif stride == 1:
+            text = f"load<scalar>({address}, lanes)"
+        else:
+            text = f"gather<scalar>({address}, {index_expression(stride)}, lanes)"
+        if buffer.dtype is torch.bool:
+            text = f"mask({text})" if stride is not None else f"mask_of({text})"
+        self.define(buffer.name, text)
+
+    def store(self, value: str, access: Access) -> None:
+        address = f"p_{access.buffer.name} + {self.offset(access.strides)}"
+        stride = access.strides.get(self.plan.vector)
+        text = self.as_number(value)
+        if stride is None:
+            self.line(f"put({address}, {text});")
+            return
+        text = text if self.is_vector(value) else f"Vec({text})"
+        if stride == 1:
+            self.line(f"store({address}, {text}, lanes);")
+        else:
+            self.line(f"scatter({address}, {index_expression(stride)}, {text}, lanes);")
+
+    def compute(self, op: Op) -> None:
+        if op.fn == "numel":
+            size = index_expression(self.plan.numel[op.name])
+            self.define(op.name, f"static_cast<scalar>({size})")
+            return
+        row = POINTWISE[op.fn]
+        vector = any(isinstance(arg, str) and self.is_vector(arg) for arg in op.args)
+        args = [
+            self.argument(arg, vector=vector, truth=str(k) in row.truth)
+            for k, arg in enumerate(op.args)
+        ]
+        self.define(op.name, row.cpp.format(*args))
+
+    def accumulator_type(self, accumulator: Accumulator) -> str:
+        return "Vec" if self.is_vector(operand(accumulator)) else "scalar"
+
+    def begin(self, accumulator: Accumulator) -> None:
+        name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
+        if accumulator.axes:
+            size = self.array_size(accumulator.axes)
+            array = self.array(name, accumulator.axes)
+            self.line(f"std::fill_n({array}, {size}, {fn}::neutral<scalar>());")
+            return
+        kind = self.accumulator_type(accumulator)
+        if f"acc_{name}" in self.indexed:
+            self.line(f"acc_{name}[j] = {kind}({fn}::neutral<scalar>());")
+        else:
+            self.line(f"{kind} acc_{name}({fn}::neutral<scalar>());")
+
+    def accumulate(self, accumulator: Accumulator) -> None:
+        op, value = accumulator.op, operand(accumulator)
+        fn, vector = COMBINE[op.fn], self.plan.vector
+        text, lanes = self.as_number(value), "lanes" if self.is_vector(value) else "0"
+        if not accumulator.axes:
+            self.line(f"accumulate<{fn}>({self.name('acc_' + op.name)}, {text}, {lanes});")
+            return
+        if self.is_vector(value) and vector not in accumulator.axes:
+            text, lanes = f"across<{fn}>({text}, lanes)", "0"
+        if op.name in self.held:
+            self.line(f"accumulate<{fn}>(held_{op.name}, {text}, {lanes});")
+        elif vector in accumulator.axes:
+            self.line(f"add_to<{fn}>({self.element(op.name, accumulator.axes)}, {text}, lanes);")
+        else:
+            self.line(f"accumulate<{fn}>(*({self.element(op.name, accumulator.axes)}), {text}, 0);")
+
+    def across(self, accumulator: Accumulator) -> str:
+        """An accumulator's content: lanes combined where the lanes were reduced."""
+        name = self.name(f"acc_{accumulator.op.name}")
+        reduced = self.plan.vector in accumulator.op.axes
+        return f"across<{COMBINE[accumulator.op.fn]}>({name})" if reduced else name
+
+    def finish(self, accumulator: Accumulator) -> None:
+        if not accumulator.axes:
+            self.define(accumulator.op.name, self.across(accumulator))
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """A node and all nodes below it."""
+    yield node
+    if isinstance(node, Loop):
+        for child in node.body:
+            yield from walk(child)
+
+
+def operand(accumulator: Accumulator) -> str:
+    """The value that a reduction adds up."""
+    return str(accumulator.op.args[0])
+
+
+def number(value: float) -> str:
+    """A literal of the compute type."""
+    if math.isnan(value):
+        return "std::numeric_limits<scalar>::quiet_NaN()"
+    if math.isinf(value):
+        sign = "-" if value < 0 else ""
+        return f"{sign}std::numeric_limits<scalar>::infinity()"
+    return f"scalar({value!r})"

@@ -1,0 +1,247 @@
+// What generated CPU kernels are written in: lanes, masks, reductions, workers.
+//
+// A value is either one number (scalar) or as many as a vector register holds (Vec, from at::vec). A truth
+// value is bool, or a Vec whose lanes have all bits set or none. `lanes` says how many of a Vec's lanes count:
+// All, known when compiling, or a number at the end of a row.
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+namespace normpass {
+
+using at::vec::Vectorized;
+
+template <class T>
+struct All {
+  constexpr operator int() const { return Vectorized<T>::size(); }
+};
+
+template <class L>
+inline constexpr bool is_all = !std::is_same_v<L, int>;
+
+// ---- memory
+
+template <class T, class S>
+inline T get(const S* p) {
+  return static_cast<T>(*p);
+}
+
+template <class T, class S>
+inline void put(S* p, T value) {
+  *p = static_cast<S>(value);
+}
+
+template <class T, class S, class L>
+inline Vectorized<T> load(const S* p, L lanes) {
+  using V = Vectorized<T>;
+  if constexpr (std::is_same_v<S, T>) {
+    if constexpr (is_all<L>) return V::loadu(p);
+    else return V::loadu(p, lanes);
+  } else if constexpr (std::is_same_v<T, float> && (std::is_same_v<S, c10::BFloat16> || std::is_same_v<S, c10::Half>)) {
+    return at::vec::convert<float, 1, S, 1>(at::vec::VectorizedN<S, 1>(Vectorized<S>::loadu(p, lanes)))[0];
+  } else {
+    alignas(64) T buffer[V::size()] = {};
+    for (int i = 0; i < lanes; ++i) buffer[i] = static_cast<T>(p[i]);
+    return V::loadu(buffer);
+  }
+}
+
+template <class T, class S, class L>
+inline Vectorized<T> gather(const S* p, int64_t stride, L lanes) {
+  alignas(64) T buffer[Vectorized<T>::size()] = {};
+  for (int i = 0; i < lanes; ++i) buffer[i] = static_cast<T>(p[i * stride]);
+  return Vectorized<T>::loadu(buffer);
+}
+
+template <class T, class S, class L>
+inline void store(S* p, Vectorized<T> value, L lanes) {
+  if constexpr (std::is_same_v<S, T>) {
+    value.store(p, lanes);
+  } else if constexpr (std::is_same_v<T, float> && (std::is_same_v<S, c10::BFloat16> || std::is_same_v<S, c10::Half>)) {
+    at::vec::convert<S, 1, float, 1>(at::vec::VectorizedN<float, 1>(value))[0].store(p, lanes);
+  } else {
+    alignas(64) T buffer[Vectorized<T>::size()];
+    value.store(buffer);
+    for (int i = 0; i < lanes; ++i) p[i] = static_cast<S>(buffer[i]);
+  }
+}
+
+template <class T, class S, class L>
+inline void scatter(S* p, int64_t stride, Vectorized<T> value, L lanes) {
+  alignas(64) T buffer[Vectorized<T>::size()];
+  value.store(buffer);
+  for (int i = 0; i < lanes; ++i) p[i * stride] = static_cast<S>(buffer[i]);
+}
+
+// ---- truth values
+
+template <class T>
+inline Vectorized<T> mask(bool value) {
+  return value ? Vectorized<T>(T(0)) == Vectorized<T>(T(0)) : Vectorized<T>(T(0)) != Vectorized<T>(T(0));
+}
+
+template <class T>
+inline Vectorized<T> mask(Vectorized<T> number) {
+  return number != Vectorized<T>(T(0));
+}
+
+template <class T>
+inline bool mask_of(T number) { return number != T(0); }
+
+inline float where(bool condition, float a, float b) { return condition ? a : b; }
+inline double where(bool condition, double a, double b) { return condition ? a : b; }
+template <class T>
+inline Vectorized<T> where(Vectorized<T> condition, Vectorized<T> a, Vectorized<T> b) {
+  return Vectorized<T>::blendv(b, a, condition);
+}
+inline bool both(bool a, bool b) { return a && b; }
+inline bool either(bool a, bool b) { return a || b; }
+inline bool not_(bool a) { return !a; }
+template <class T>
+inline Vectorized<T> both(Vectorized<T> a, Vectorized<T> b) { return a & b; }
+template <class T>
+inline Vectorized<T> either(Vectorized<T> a, Vectorized<T> b) { return a | b; }
+template <class T>
+inline Vectorized<T> not_(Vectorized<T> a) { return a ^ mask<T>(true); }
+
+// ---- functions that numbers and vectors spell differently
+
+#define NORMPASS_UNARY(name, scalar_expression, vector_expression) \
+  inline float name(float x) { return scalar_expression; }         \
+  inline double name(double x) { return scalar_expression; }       \
+  template <class T>                                               \
+  inline Vectorized<T> name(Vectorized<T> x) { return vector_expression; }
+
+NORMPASS_UNARY(neg_, -x, x.neg())
+NORMPASS_UNARY(sqrt_, std::sqrt(x), x.sqrt())
+NORMPASS_UNARY(rsqrt_, 1 / std::sqrt(x), x.rsqrt())
+NORMPASS_UNARY(reciprocal_, 1 / x, x.reciprocal())
+NORMPASS_UNARY(abs_, std::abs(x), x.abs())
+NORMPASS_UNARY(exp_, std::exp(x), x.exp())
+NORMPASS_UNARY(expm1_, std::expm1(x), x.expm1())
+NORMPASS_UNARY(log_, std::log(x), x.log())
+NORMPASS_UNARY(log1p_, std::log1p(x), x.log1p())
+NORMPASS_UNARY(tanh_, std::tanh(x), x.tanh())
+NORMPASS_UNARY(erf_, std::erf(x), x.erf())
+NORMPASS_UNARY(sin_, std::sin(x), x.sin())
+NORMPASS_UNARY(cos_, std::cos(x), x.cos())
+NORMPASS_UNARY(sigmoid_, 1 / (1 + std::exp(-x)), (Vectorized<T>(T(1)) + x.neg().exp()).reciprocal())
+#undef NORMPASS_UNARY
+
+inline float pow_(float x, float y) { return std::pow(x, y); }
+inline double pow_(double x, double y) { return std::pow(x, y); }
+template <class T>
+inline Vectorized<T> pow_(Vectorized<T> x, Vectorized<T> y) { return x.pow(y); }
+
+// The larger and the smaller of two; NaN if one is.
+template <class T, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
+inline T maximum_(T a, T b) { return std::isnan(a) || a > b ? a : b; }
+template <class T, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
+inline T minimum_(T a, T b) { return std::isnan(a) || a < b ? a : b; }
+template <class T>
+inline Vectorized<T> maximum_(Vectorized<T> a, Vectorized<T> b) { return at::vec::maximum(a, b); }
+template <class T>
+inline Vectorized<T> minimum_(Vectorized<T> a, Vectorized<T> b) { return at::vec::minimum(a, b); }
+
+// ---- reductions: neutral element and combination
+
+struct Sum {
+  template <class T> static constexpr T neutral() { return T(0); }
+  template <class V> static V combine(V a, V b) { return a + b; }
+};
+struct Prod {
+  template <class T> static constexpr T neutral() { return T(1); }
+  template <class V> static V combine(V a, V b) { return a * b; }
+};
+struct Amax {
+  template <class T> static constexpr T neutral() { return -std::numeric_limits<T>::infinity(); }
+  template <class V> static V combine(V a, V b) { return maximum_(a, b); }
+};
+struct Amin {
+  template <class T> static constexpr T neutral() { return std::numeric_limits<T>::infinity(); }
+  template <class V> static V combine(V a, V b) { return minimum_(a, b); }
+};
+
+// Adds a value to an accumulator; lanes beyond the row's end keep what they have.
+template <class R, class T, class L>
+inline void accumulate(Vectorized<T>& total, Vectorized<T> value, L lanes) {
+  const Vectorized<T> sum = R::combine(total, value);
+  if constexpr (is_all<L>) total = sum;
+  else total = Vectorized<T>::set(total, sum, lanes);
+}
+template <class R, class T, class L, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
+inline void accumulate(T& total, T value, L) {
+  total = R::combine(total, value);
+}
+
+template <class R, class T, class L>
+inline void add_to(T* p, Vectorized<T> value, L lanes) {
+  store(p, R::combine(load<T>(p, lanes), value), lanes);
+}
+
+// All lanes in one number, halving: the same order on every run.
+template <class R, class T>
+inline T across(Vectorized<T> value) {
+  alignas(64) T lane[Vectorized<T>::size()];
+  value.store(lane);
+  for (int half = Vectorized<T>::size() / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] = R::combine(lane[i], lane[i + half]);
+  return lane[0];
+}
+template <class R, class T, class L>
+inline T across(Vectorized<T> value, L lanes) {
+  Vectorized<T> total(R::template neutral<T>());
+  accumulate<R>(total, value, lanes);
+  return across<R>(total);
+}
+
+// ---- workers
+
+struct Share {
+  int64_t begin, end;
+};
+
+// A worker's contiguous share of n pieces of work, in multiples of `unit`.
+inline Share share(int64_t n, int workers, int worker, int64_t unit = 1) {
+  const int64_t units = (n + unit - 1) / unit;
+  const int64_t each = units / workers, more = units % workers;
+  const int64_t begin = worker * each + std::min<int64_t>(worker, more);
+  return {std::min(begin * unit, n), std::min((begin + each + (worker < more)) * unit, n)};
+}
+
+// One array a worker, each on cache lines of its own.
+template <class T>
+class Arrays {
+ public:
+  Arrays(int workers, int64_t size)
+      : size_(size), pitch_((size + 31) / 16 * 16), workers_(workers), data_(new T[workers * pitch_ + 16]) {}
+  T* of(int worker) { return data_.get() + worker * pitch_; }
+  // Sets all workers' arrays, also those of workers that get no share.
+  template <class R>
+  void begin() { std::fill_n(data_.get(), workers_ * pitch_, R::template neutral<T>()); }
+  // Combines all workers' arrays in the first one, in worker order.
+  template <class R>
+  void combine() {
+    T* total = of(0);
+    for (int worker = 1; worker < workers_; ++worker) {
+      const T* part = of(worker);
+      for (int64_t i = 0; i < size_; ++i) total[i] = R::combine(total[i], part[i]);
+    }
+  }
+
+ private:
+  int64_t size_, pitch_;
+  int workers_;
+  std::unique_ptr<T[]> data_;
+};
+
+}  // namespace normpass

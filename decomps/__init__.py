@@ -1,0 +1,1 @@
+"""Stage one, meaning: rules as records. Pure torch in, pure torch out."""

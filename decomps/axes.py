@@ -1,0 +1,40 @@
+"""Named-axis helpers: which axes a norm reduces, and broadcasting against them.
+
+None of them copies: each is a view, a plain reduction or arithmetic on sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def outer_and_inner(x: Tensor, normalized_shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """x: *n *d, where *d are the axes of normalized_shape -> the numbers of *n, of *d."""
+    first = x.dim() - len(normalized_shape)
+    return list(range(first)), list(range(first, x.dim()))
+
+
+def sum_over(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """The sum over these axes; over none it is x, where torch.sum would take all."""
+    return x.sum(axes) if axes else x
+
+
+def all_but(x: Tensor, axis: int) -> list[int]:
+    """The numbers of all axes of x but one."""
+    return [i for i in range(x.dim()) if i != axis]
+
+
+def pad_to_rank(x: Tensor, rank: int) -> Tensor:
+    """x: *n -> *n 1 1 ..., with axes of size one appended up to this rank."""
+    missing = rank - x.dim()
+    return x.view(*x.shape, *(1,) * missing) if missing > 0 else x
+
+
+def per_channel(v: Tensor, rank: int) -> Tensor:
+    """v: c -> 1 c 1 1 ..., against an x: n c *s of this rank."""
+    return v.view(1, -1, *(1,) * (rank - 2))

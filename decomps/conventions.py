@@ -1,0 +1,161 @@
+"""What every decomposition owes the operator it replaces, stated once.
+
+A formula sees its tensors in working precision and returns every result; `with_conventions` makes
+an operator's decomposition of it: it raises the arguments, drops the results that `output_mask`
+leaves out, and gives each of the others the dtype and memory format that eager gives it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+# Says which memory format empty_like would keep, sliced and permuted inputs included: the C++
+# Tensor::suggest_memory_format has no public Python name. Checked on torch 2.13.0.
+from torch._prims_common import suggest_memory_format
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Arguments = Mapping[str, Any]
+"""The arguments of one call by the names of the operator's schema, as the caller gave them."""
+
+_WORKING = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of this dtype are computed: float32 for the two halves."""
+    return _WORKING.get(dtype, dtype)
+
+
+def working_dtype(values: Iterable[Any]) -> torch.dtype | None:
+    """The one working dtype of a call: that of its floating and complex tensors together."""
+    dtypes = [value.dtype for value in values if _is_number(value)]
+    return functools.reduce(torch.promote_types, map(working, dtypes)) if dtypes else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+# --- dtypes of results --------------------------------------------------------------------------
+
+DType = Callable[[Arguments], "torch.dtype | None"]
+
+
+def like(*names: str) -> DType:
+    """The dtype of the first of these arguments that is given; if none is, there is no result."""
+
+    def dtype(given: Arguments) -> torch.dtype | None:
+        return next((given[name].dtype for name in names if given[name] is not None), None)
+
+    return dtype
+
+
+def raised(name: str) -> DType:
+    """The working dtype of an argument."""
+    return lambda given: working(given[name].dtype)
+
+
+def statistic(given: Arguments) -> torch.dtype:
+    """Eager's dtype for a saved statistic: the input's, or float32 where parameters are wider.
+
+    ATen/native/cpu/mixed_data_type.h: param_scalar_type. The meta functions of torch 2.13 say
+    bfloat16 in the mixed case too; eager does not.
+    """
+    x = given["input"]
+    parameters = [given[name] for name in ("weight", "bias") if given[name] is not None]
+    if parameters and parameters[0].dtype != x.dtype:
+        return working(x.dtype)
+    return x.dtype
+
+
+def statistic_by_device(given: Arguments) -> torch.dtype:
+    """As `statistic` on the CPU; the working dtype on accelerators."""
+    x = given["input"]
+    return statistic(given) if x.device.type in ("cpu", "mtia") else working(x.dtype)
+
+
+# --- memory formats of results ------------------------------------------------------------------
+
+Layout = Callable[[Arguments], torch.memory_format]
+
+
+def contiguous(_: Arguments) -> torch.memory_format:
+    return torch.contiguous_format
+
+
+def as_input(given: Arguments) -> torch.memory_format:
+    """Channels last where the input is, else contiguous."""
+    return suggest_memory_format(given["input"])
+
+
+def as_input_on_cpu(given: Arguments) -> torch.memory_format:
+    """As the input on the CPU; eager's kernels for accelerators write contiguous results."""
+    return as_input(given) if given["input"].device.type == "cpu" else torch.contiguous_format
+
+
+@dataclass(frozen=True)
+class Result:
+    """Dtype and layout of one result."""
+
+    dtype: DType
+    layout: Layout = contiguous
+
+    def finish(self, value: torch.Tensor, given: Arguments) -> torch.Tensor | None:
+        dtype = self.dtype(given)
+        if dtype is None:
+            return None
+        # Both are no-ops, without a node in the trace, where nothing has to change.
+        return value.to(dtype).contiguous(memory_format=self.layout(given))
+
+
+# --- the decomposition --------------------------------------------------------------------------
+
+
+def with_conventions(
+    formula: Callable[..., Any],
+    schema: torch.FunctionSchema,
+    results: Sequence[Result],
+) -> Callable[..., Any]:
+    """The decomposition of an operator, from a formula and what its results look like.
+
+    The formula's parameters correspond to the schema's in order; it returns one tensor for each
+    of `results`, or a tuple of them. Raises ValueError when the numbers differ.
+    """
+    names = tuple(argument.name for argument in schema.arguments)
+    parameters = tuple(inspect.signature(formula).parameters)
+    if len(parameters) != len(names) or len(results) != len(schema.returns):
+        raise ValueError(
+            f"{schema.name} takes ({', '.join(names)}) and returns {len(schema.returns)}; the "
+            f"formula takes ({', '.join(parameters)}) and describes {len(results)} results"
+        )
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+
+    @functools.wraps(formula)
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        dtype = working_dtype(given.values())
+        values = formula(*(_raise(given[name], dtype) for name in names))
+        # Masked results are computed all the same: dead code elimination removes them.
+        mask = given.get("output_mask", (True,) * len(results))
+        finished = tuple(
+            result.finish(value, given) if wanted else None
+            for result, value, wanted in zip(results, values, mask, strict=True)
+        )
+        return finished if len(finished) > 1 else finished[0]
+
+    return decomposition
+
+
+def _raise(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if dtype is not None and _is_number(value) else value

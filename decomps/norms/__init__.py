@@ -1,0 +1,9 @@
+"""Decompositions of the norm operators, forward and backward. Importing it registers them.
+
+Instance norm has no file: aten.instance_norm is a composite that autograd takes apart into a batch
+norm of (1, N * C, *) before any decomposition is asked for.
+"""
+
+from normpass.decomps.norms import batch, group, layer, rms
+
+__all__ = ["batch", "group", "layer", "rms"]

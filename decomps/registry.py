@@ -1,0 +1,211 @@
+"""The records and the decorators: the only way in which a rule comes into being.
+
+Everything else (the decomposition table, the activation, the tests, the documentation) is derived
+from what is registered here. Importing this module registers nothing; the rules are loaded by the
+first question asked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from normpass.decomps.conventions import with_conventions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from normpass.decomps.conventions import Result
+
+Kind = Literal["decomposition", "batching", "vjp", "double_backward", "jvp"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+DERIVATIVES: tuple[Kind, ...] = ("vjp", "double_backward", "jvp")
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule, callable like its function.
+
+    kind      one of KINDS
+    op        the operator the rule is for; None for a formula that only has a name
+    name      the operator's name, or the name of the formula in FunctionsManual.cpp
+    source    file and function of PyTorch whose meaning the rule reproduces
+    shapes    "x: *n d, weight: d -> y: *n d": names of the parameters, axes, results
+    why       what the code alone does not say; may be empty
+    function  the rule itself
+    """
+
+    kind: Kind
+    op: OpOverload | None
+    name: str
+    source: str
+    shapes: str
+    why: str
+    function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"a rule's kind is one of {', '.join(KINDS)}; found {self.kind!r}")
+        if not self.name:
+            raise ValueError(f"a rule ({self.kind}, {self.place}) needs an op or a name")
+        if not self.source.strip():
+            raise ValueError(f"the {self.kind} rule for {self.name} names no source")
+        if "->" not in self.shapes:
+            raise ValueError(
+                f"the {self.kind} rule for {self.name} needs shapes such as "
+                f"'x: *n d, weight: d -> y: *n d'; found {self.shapes!r}"
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @property
+    def key(self) -> tuple[Kind, OpOverload | str]:
+        return self.kind, self.op if self.op is not None else self.name
+
+    @property
+    def place(self) -> str:
+        """file:line of the function, for messages."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        if code is None:
+            return repr(self.function)
+        return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+class UnknownRule(KeyError):
+    """Asked for a rule that does not exist; the message says what is near."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of its argument.
+        return str(self.args[0])
+
+
+_RULES: dict[tuple[Kind, OpOverload | str], Rule] = {}
+
+# The packages whose import registers rules.
+_ROOMS = ("normpass.decomps.norms",)
+
+
+def _add(rule: Rule) -> None:
+    other = _RULES.get(rule.key)
+    if other is not None:
+        raise ValueError(
+            f"two {rule.kind} rules for {rule.name}: one at {other.place}, another at {rule.place}"
+        )
+    _RULES[rule.key] = rule
+
+
+def register_rule(
+    kind: Kind,
+    op: OpOverload | None = None,
+    name: str = "",
+    *,
+    source: str,
+    shapes: str,
+    why: str = "",
+) -> Callable[[F], F]:
+    """Decorator: enters a function as a rule, as it is.
+
+    Raises ValueError if the rule has no source, no shapes, neither op nor name, or if a rule of
+    this kind exists already.
+    """
+
+    def decorate(function: F) -> F:
+        _add(Rule(kind, op, name or str(op or ""), source, shapes, why, function))
+        return function
+
+    return decorate
+
+
+def decomposition(
+    op: OpOverload | str,
+    *,
+    source: str,
+    shapes: str,
+    results: Sequence[Result],
+    why: str = "",
+) -> Callable[[F], F]:
+    """Decorator: enters a formula as the decomposition of an operator.
+
+    The formula takes the operator's arguments in order and computes in working precision; what is
+    registered is the formula under the conventions of `conventions.with_conventions` (precision,
+    masks, dtypes and layouts of the results). The decorated name stays the bare formula.
+
+    `op` may be a string such as "aten.batch_norm_backward.default" where some supported version of
+    torch lacks the operator: there the rule does not exist.
+    """
+
+    def decorate(formula: F) -> F:
+        found = find_op(op) if isinstance(op, str) else op
+        if found is not None:
+            function = with_conventions(formula, found._schema, results)
+            _add(Rule("decomposition", found, str(found), source, shapes, why, function))
+        return formula
+
+    return decorate
+
+
+def find_op(name: str) -> OpOverload | None:
+    """torch.ops.<name>, as "aten.native_layer_norm.default"; None if this torch lacks it."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    if not isinstance(found, OpOverload):
+        raise ValueError(f"expected the name of an overload (namespace.op.overload), found {name}")
+    return found
+
+
+def rules() -> tuple[Rule, ...]:
+    """Every rule, in the order of registration."""
+    for room in _ROOMS:
+        importlib.import_module(room)
+    return tuple(_RULES.values())
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """A fresh table, op to function, for aot_autograd(decompositions=...)."""
+    return {
+        rule.op: rule.function
+        for rule in rules()
+        if rule.kind == "decomposition" and rule.op is not None
+    }
+
+
+def batch_rule(op: OpOverload | OpOverloadPacket) -> Rule:
+    """The batching rule of an operator, callable as f(info, in_dims, *args) -> (outs, out_dims).
+
+    A packet stands for its default overload. Raises UnknownRule (a KeyError).
+    """
+    if isinstance(op, OpOverloadPacket):
+        op = op.default
+    known = {rule.name: rule for rule in rules() if rule.kind == "batching"}
+    if str(op) in known:
+        return known[str(op)]
+    raise _unknown("batching rule", str(op), known)
+
+
+def derivative(name: str) -> Rule:
+    """The derivative formula of this FunctionsManual name. Raises UnknownRule (a KeyError)."""
+    known = {rule.name: rule for rule in rules() if rule.kind in DERIVATIVES}
+    if name in known:
+        return known[name]
+    raise _unknown("derivative formula", name, known)
+
+
+def _unknown(what: str, name: str, known: dict[str, Rule]) -> UnknownRule:
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
+    if near:
+        hint = f"near matches: {', '.join(near)}"
+    else:
+        hint = f"none of the {len(known)} registered has a similar name"
+    return UnknownRule(f"no {what} named {name!r}; {hint}")

@@ -1,0 +1,97 @@
+"""normpass: right, traceable and fast derivatives of normalization layers under torch.compile.
+
+    torch.compile(model, backend="normpass")     the whole line: rules, fusion, generated kernels
+    normpass.register()                          the rules and the fusion under any other backend
+    normpass.explain(model, *inputs)             what was fused in a model, what was not, and why
+
+Importing this module imports nothing but the standard library and changes no global state: each
+name below is fetched from its stage on first use.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from normpass.backend.explain import Report, explain
+    from normpass.decomps.activate import unregister
+    from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
+    from normpass.passes.pipeline import fuse
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Report",
+    "__version__",
+    "batch_rule",
+    "decompositions",
+    "derivative",
+    "explain",
+    "fuse",
+    "register",
+    "registered",
+    "rules",
+    "unregister",
+]
+
+# Where each forwarded name lives. `register` and `registered` are written out below, because
+# they join two stages: the rules (decomps) and the fusion pass (backend).
+_HOME = {
+    "Report": "normpass.backend.explain",
+    "batch_rule": "normpass.decomps.registry",
+    "decompositions": "normpass.decomps.registry",
+    "derivative": "normpass.decomps.registry",
+    "explain": "normpass.backend.explain",
+    "fuse": "normpass.passes.pipeline",
+    "rules": "normpass.decomps.registry",
+    "unregister": "normpass.decomps.activate",
+}
+
+
+def register(eager: bool = False, running_stats: str = "error") -> None:
+    """Install the rules in this process, for tracing under any backend; twice is harmless.
+
+    Batching and autograd rules take effect while torch.compile traces and leave eager alone;
+    stock Inductor also gets the decompositions and the fusion pass. `unregister()` takes all of
+    it back.
+
+    Args:
+        eager: override functorch and autograd in eager mode too.
+        running_stats: what a batched norm with unbatched running statistics does in training.
+
+    Raises:
+        ValueError: for a value of `running_stats` that does not exist; the message lists them.
+    """
+    from normpass.backend.entry import fusion_pass
+    from normpass.decomps import activate
+
+    activate.register(eager=eager, running_stats=running_stats, post_grad_pass=fusion_pass())
+
+
+@contextmanager
+def registered(eager: bool = False, running_stats: str = "error") -> Iterator[None]:
+    """`register()` for the length of a `with` block; what was registered before stays so."""
+    from normpass.backend.entry import fusion_pass
+    from normpass.decomps import activate
+
+    with activate.registered(
+        eager=eager, running_stats=running_stats, post_grad_pass=fusion_pass()
+    ):
+        yield
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'normpass' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
