@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch.nn import functional as F
 
-from normpass.benchmarks.models import MODELS, NORM_OF, Digits, build, digits
+from normpass.benchmarks.models import MODELS, NORM_OF, TEST_IMAGES, Digits, build, digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +36,11 @@ BATCH = 256
 EPOCHS = 40
 QUICK_EPOCHS = 4
 TIMED_STEPS = 15
-# What float32 rounding may make of a whole training: kernels that sum in another order start to
-# differ in the last bit, and training amplifies that. Measured between eager and stock Inductor
-# the final losses differ by less than a tenth of this.
-LOSS_TOLERANCE = 2e-2
-ACCURACY_TOLERANCE = 1.5 / 360
+# What float32 rounding may make of a whole training: kernels that sum in another order differ in
+# the last bit, and training amplifies that. Between eager and stock Inductor the final losses were
+# measured to differ by up to 0.2 %, that of the ResNet, which ends near zero.
+LOSS_TOLERANCE = 1e-2
+ACCURACY_TOLERANCE = 1.5 / TEST_IMAGES
 
 
 @dataclass
@@ -138,12 +138,17 @@ def time_steps(runs: Sequence[Run], device: torch.device, rounds: int = TIMED_ST
         run.step_seconds = statistics.median(taken)
 
 
+def loss_difference(run: Run, first: Run) -> float:
+    """How far two final losses are apart, relative to the second."""
+    return abs(run.loss - first.loss) / abs(first.loss)
+
+
 def disagreement(runs: Sequence[Run]) -> str | None:
     """What is not the same within rounding among runs of one model; None when all agree."""
     first = runs[0]
     for run in runs[1:]:
         # Not `>`: a loss that is not a number agrees with nothing.
-        if not abs(run.loss - first.loss) <= LOSS_TOLERANCE * abs(first.loss):
+        if not loss_difference(run, first) <= LOSS_TOLERANCE:
             return (
                 f"{run.model}: final loss {run.loss:.6f} under {run.backend}, "
                 f"{first.loss:.6f} under {first.backend}"
@@ -178,7 +183,7 @@ def private_cache() -> Iterator[None]:
 
 
 def warm_up_compiler(device: torch.device) -> None:
-    """Compile something trivial: importing Inductor and its C++ headers is nobody's compile time."""
+    """Compile something trivial: to import Inductor and its C++ headers is nobody's cost."""
     x = torch.ones(4096, device=device, requires_grad=True)
     torch.compile(lambda x: (x.sin() + 1).sum(), backend="inductor")(x).backward()
 
@@ -314,9 +319,10 @@ def main(argv: Sequence[str] | None = None, backends: Sequence[str] = BACKENDS) 
     if wrong:
         console.print("the backends do NOT agree: " + "; ".join(wrong), style="bold red")
         return 1
+    apart = max(loss_difference(run, runs[0]) for runs in groups for run in runs)
     console.print(
-        f"The {len(backends)} backends agree: losses within {LOSS_TOLERANCE:.1%} of each other, "
-        "accuracies within one test image."
+        f"The {len(backends)} backends agree: final losses differ from eager's by at most "
+        f"{apart:.2%} (allowed {LOSS_TOLERANCE:.0%}), accuracies by at most one test image."
     )
     if "normpass" in backends:
         print(f"\nWhat normpass did with the first model, {args.model[0]}:\n")

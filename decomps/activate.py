@@ -31,6 +31,14 @@ RUNNING_STATS = ("error",)
 
 
 @dataclass(eq=False)
+class _Place:
+    """What every slot of one installation shares: whether it is in force, and the pass."""
+
+    active: bool = True
+    graph_pass: GraphPass | None = None
+
+
+@dataclass(eq=False)
 class _Holder:
     """Somebody who wants the rules installed: a call of register, or an open with-block."""
 
@@ -56,7 +64,7 @@ class _State:
         if wanted and self.installed is None:
             self.installed = _Installed.install()
         if self.installed is not None:
-            self.installed.slot.graph_pass = self.wanted_pass
+            self.installed.place.graph_pass = self.wanted_pass
         if not wanted and self.installed is not None:
             self.installed.uninstall()
             self.installed = None
@@ -142,7 +150,7 @@ class _Installed:
     """What is installed, with all that is needed to take it out again."""
 
     tables: list[_TablePatch]
-    slot: Any
+    place: _Place
     passes: _PassPatch
 
     @classmethod
@@ -151,11 +159,11 @@ class _Installed:
 
         ours = decompositions()
         tables = [_TablePatch.apply(table, ours) for table in _inductor_tables()]
-        slot = _slot_type()()
-        return cls(tables, slot, _PassPatch.apply(slot))
+        place = _Place()
+        return cls(tables, place, _PassPatch.apply(place))
 
     def uninstall(self) -> None:
-        self.slot.active = False
+        self.place.active = False
         self.passes.revert()
         # A copy that Inductor cached in the meantime holds what its original held.
         known = {id(patch.table): patch for patch in self.tables}
@@ -221,45 +229,49 @@ def _sources_digest() -> str:
     return digest.hexdigest()
 
 
-def _slot_type() -> Any:
-    """The class of the pass that is put into Inductor's configuration (made late: heavy import)."""
+def _slot(place: _Place, first: Any = None) -> Any:
+    """A pass for Inductor's configuration that runs `first`, then what is in our place.
+
+    It is there even while no pass of ours is: AOTAutograd's cache is keyed by the graph before
+    decomposition and by the custom passes, not by the table of decompositions. Without the uuid of
+    the slot it would hand out graphs that were made by other decompositions.
+    """
+    # The base class is made at the first call: importing it takes a second.
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Slot(CustomGraphPass):
-        """Holds our place among the custom passes, with or without a pass of ours in it.
-
-        It is there even without a pass: AOTAutograd's cache is keyed by the graph before
-        decomposition and by the custom passes, not by the table of decompositions. Without the
-        uuid of the slot it would hand out graphs made by other decompositions.
-        """
-
         def __init__(self) -> None:
-            self.active = True
-            self.graph_pass: GraphPass | None = None
-            # Where Inductor takes one pass only (2.11): the one of another library.
-            self.first: Any = None
+            self.place = place
+            self.first = first
             self.digest = _sources_digest()
 
+        def __deepcopy__(self, memo: object) -> Any:
+            # The configuration copies values that it hands out; there is one slot all the same.
+            return self
+
         def __call__(self, graph: Any) -> None:
-            if self.first is not None:
-                self.first(graph)
-            if self.active and self.graph_pass is not None:
-                self.graph_pass(graph)
+            for graph_pass in self._passes():
+                if graph_pass is not None:
+                    graph_pass(graph)
 
         def uuid(self) -> Any | None:
             """None, which bypasses the caches, when a pass in the slot has no uuid."""
-            parts: list[Any] = ["normpass", self.digest if self.active else "off"]
-            for graph_pass in (self.first, self.graph_pass if self.active else None):
-                if graph_pass is None:
-                    parts.append("none")
-                    continue
-                part = graph_pass.uuid() if hasattr(graph_pass, "uuid") else None
+            parts: list[Any] = ["normpass", self.digest if self.place.active else "off"]
+            for graph_pass in self._passes():
+                part = "none" if graph_pass is None else _uuid(graph_pass)
                 if part is None:
                     return None
                 parts.append(part)
             return tuple(parts)
 
-    return Slot
+        def _passes(self) -> tuple[Any, Any]:
+            return self.first, self.place.graph_pass if self.place.active else None
+
+    return Slot()
+
+
+def _uuid(graph_pass: Any) -> Any | None:
+    return graph_pass.uuid() if hasattr(graph_pass, "uuid") else None
 
 
 def _takes_several() -> bool:
@@ -269,69 +281,79 @@ def _takes_several() -> bool:
     return hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 
-def _without(value: Any, slot: Any) -> Any:
-    """A configured value without our slot; the same object if the slot is not in it."""
-    if value is slot:
-        return slot.first
-    if isinstance(value, list | tuple) and any(each is slot for each in value):
-        return type(value)(each for each in value if each is not slot)
-    return value
+def _is_ours(value: Any, place: _Place) -> bool:
+    return getattr(value, "place", None) is place
 
 
-def _with(value: Any, slot: Any) -> Any:
-    """A configured value with our slot at its end."""
+def _with(value: Any, place: _Place) -> Any:
+    """A configured value with a slot of ours at its end."""
     if not _takes_several():
-        slot.first = value
-        return slot
-    # A tuple, unless the user has a list: the configuration copies mutable values.
+        return _slot(place, first=value)
+    # A tuple, unless the user has a list: the configuration copies mutable defaults.
     if isinstance(value, list):
-        return [*value, slot]
-    return (*(value if isinstance(value, tuple) else () if value is None else (value,)), slot)
+        return [*value, _slot(place)]
+    return (*_as_tuple(value), _slot(place))
+
+
+def _without(value: Any, place: _Place) -> Any:
+    """A configured value without slots of ours; the same object if there are none in it."""
+    if _is_ours(value, place):
+        return value.first
+    if isinstance(value, list | tuple) and any(_is_ours(each, place) for each in value):
+        return type(value)(each for each in value if not _is_ours(each, place))
+    return value
 
 
 @dataclass
 class _PassPatch:
-    """Our slot in the configuration: in the default, which all threads see, and in the value that
+    """Our slots in the configuration: in the default, which all threads see, and in the value that
     this thread set for itself, if it did (2.13: a user's setting is local to its thread).
     """
 
-    slot: Any
+    place: _Place
     entry: Any
     default: Any
     own: Any
 
     @classmethod
-    def apply(cls, slot: Any) -> _PassPatch:
+    def apply(cls, place: _Place) -> _PassPatch:
         from torch._inductor import config
 
-        entry = config._config[_NAME]
+        entries: Any = config._config  # type: ignore[attr-defined]
+        entry = entries[_NAME]
         default, before = entry.default, getattr(config, _NAME)
-        entry.default = _with(default, slot)
+        entry.default = _with(default, place)
         own = _ABSENT
-        if getattr(config, _NAME) is not entry.default:
+        if not any(_is_ours(each, place) for each in _as_tuple(getattr(config, _NAME))):
             own = before
-            setattr(config, _NAME, _with(before, slot))
-        return cls(slot, entry, default, own)
+            setattr(config, _NAME, _with(before, place))
+        return cls(place, entry, default, own)
 
     def revert(self) -> None:
         from torch._inductor import config
 
-        value = getattr(config, _NAME)
-        if value is not self.entry.default:
-            rest = _without(value, self.slot)
-            if rest is not value:
-                setattr(config, _NAME, self._as_before(rest))
-        rest = _without(self.entry.default, self.slot)
+        # The default first: what is read then is this thread's own setting, if it has one.
+        rest = _without(self.entry.default, self.place)
         if rest is not self.entry.default:
-            self.entry.default = self.default if not rest else rest
+            self.entry.default = _as_before(rest, self.default)
+        value = getattr(config, _NAME)
+        rest = _without(value, self.place)
+        if rest is not value:
+            setattr(config, _NAME, _as_before(rest, self.own))
 
-    def _as_before(self, rest: Any) -> Any:
-        """The very object that was there before, if what is left says the same."""
-        if self.own is _ABSENT:
-            return rest
-        same = self.own if isinstance(self.own, list | tuple) else (self.own,)
-        left = rest if isinstance(rest, list | tuple) else (rest,)
-        return self.own if [*map(id, same)] == [*map(id, left)] else rest
+
+def _as_before(rest: Any, before: Any) -> Any:
+    """The very object that was there before, if what is left now says the same."""
+    if before is _ABSENT:
+        return rest or None
+    same = [*map(id, _as_tuple(before))] == [*map(id, _as_tuple(rest))]
+    return before if same else rest
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 _STATE = _State()

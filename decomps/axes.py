@@ -21,7 +21,7 @@ def outer_and_inner(x: Tensor, normalized_shape: Sequence[int]) -> tuple[list[in
 
 def sum_over(x: Tensor, axes: Sequence[int]) -> Tensor:
     """The sum over these axes; over none it is x, where torch.sum would take all."""
-    return x.sum(axes) if axes else x
+    return x.sum(list(axes)) if axes else x
 
 
 def all_but(x: Tensor, axis: int) -> list[int]:
@@ -37,4 +37,4 @@ def pad_to_rank(x: Tensor, rank: int) -> Tensor:
 
 def per_channel(v: Tensor, rank: int) -> Tensor:
     """v: c -> 1 c 1 1 ..., against an x: n c *s of this rank."""
-    return v.view(1, -1, *(1,) * (rank - 2))
+    return v.view(1, *v.shape, *(1,) * (rank - 2))

@@ -108,4 +108,4 @@ def group_norm_backward(
     b = (gx if w is None else gx * w).sum(2, keepdim=True) / size
     gw = g if w is None else g * w
     dx = rstd * (gw - a - x_hat * b)
-    return dx.flatten(1, 2), gx.sum(0).view(-1), gs.sum(0).view(-1)
+    return dx.flatten(1, 2), gx.sum(0).view(C), gs.sum(0).view(C)

@@ -1,0 +1,175 @@
+"""The backend: a Dynamo graph in, a compiled callable out. The whole data flow, read from top to bottom.
+
+    Dynamo graph -> AOTAutograd with our decompositions -> forward and backward graph -> FusionPass:
+    regions -> kernels start to compile -> one op each -> the rest compiled by Inductor.
+
+Uses of torch._inductor here (compile_fx with decompositions and config_patches, CustomGraphPass,
+list_mode_options) were checked on torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from normpass.backend import dump, record, toolchain
+from normpass.backend.op import region_op
+from normpass.backend.options import Options
+from normpass.backend.runtime import kernel
+from normpass.decomps import registry
+from normpass.passes.pipeline import Decision, Fused, fuse_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.fx import Graph, GraphModule
+
+log = logging.getLogger(__name__)
+
+
+def normpass(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The function behind `torch.compile(model, backend="normpass")`.
+
+    graph, inputs: what Dynamo hands to every backend. options: see backend/options.py. mode: as for Inductor.
+
+    Raises:
+        ValueError: for an option there is not.
+    """
+    settings = Options.parse(options)
+    dump.graph(settings.debug, "00_dynamo", graph)
+    if settings.inner == "eager" or _cannot_build(inputs):
+        return _compile_with_eager(graph, inputs, settings)
+    return _compile_with_inductor(graph, inputs, settings, mode)
+
+
+def _compile_with_inductor(
+    graph: GraphModule, inputs: Sequence[Any], settings: Options, mode: str | None
+) -> Callable[..., Any]:
+    from torch._inductor import config, list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode else {}), **settings.inductor}
+    before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    patches["post_grad_custom_pre_pass"] = FusionPass(settings, _as_tuple(before))
+    return compile_fx(  # type: ignore[no-any-return]
+        graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
+    )
+
+
+def _compile_with_eager(
+    graph: GraphModule, inputs: Sequence[Any], settings: Options
+) -> Callable[..., Any]:
+    """Fused regions, and everything else as eager ops: for debugging, and where nothing can be compiled."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    fusion = FusionPass(settings)
+
+    def compiler(inner: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        fusion(inner.graph)
+        inner.recompile()
+        return make_boxed_func(inner.forward)  # type: ignore[no-any-return]
+
+    backend = aot_autograd(fw_compiler=compiler, decompositions=decomposition_table())
+    return backend(graph, inputs)  # type: ignore[no-any-return]
+
+
+def _cannot_build(inputs: Sequence[Any]) -> bool:
+    """Whether CPU code is asked for and there is no compiler; warns once."""
+    on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs)
+    if not on_cpu or toolchain.missing_compiler() is None:
+        return False
+    _warn_once(f"the model runs uncompiled: {toolchain.missing_compiler()}")
+    return True
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
+
+
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions with ours in their place."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {**select_decomp_table(), **registry.decompositions()}
+
+
+class FusionPass(CustomGraphPass):
+    """Fuses the regions of one forward or backward graph. Runs after the passes that were configured before it."""
+
+    def __init__(self, settings: Options | None = None, before: tuple[Any, ...] = ()) -> None:
+        self.settings = settings or Options.parse(None)
+        self.before = before
+
+    def __call__(self, graph: Graph) -> None:
+        for other in self.before:
+            other(graph)
+        if not self.settings.fuse:
+            return
+        number = dump.graph(self.settings.debug, "20_before", graph)
+        decisions = fuse_graph(
+            graph, region_op, least_bytes=self.settings.least_bytes, accept=_accept
+        )
+        for decision in decisions:
+            _start(decision)
+        record.decisions(decisions)
+        dump.graph(self.settings.debug, "30_fused", graph, number)
+        dump.kernels(self.settings.debug, decisions, number)
+
+    def uuid(self) -> Any:
+        """What Inductor's cache knows this pass by: our sources and the options. None, so no caching, if a pass
+        before ours has no identity."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
+        if None in others:
+            return None
+        return f"normpass {source_digest()} {self.settings} {others}"
+
+
+def fusion_pass() -> FusionPass:
+    """The pass with default options, for `normpass.register()`."""
+    return FusionPass()
+
+
+def _accept(lowered: Any) -> str | None:
+    """What the generators have to say against a region; nothing so far."""
+    device = lowered.inputs[0].meta["val"].device.type
+    return toolchain.missing_compiler() if device == "cpu" else None
+
+
+def _start(decision: Decision) -> None:
+    """Begins to compile a region's kernel while Inductor compiles the rest."""
+    if isinstance(decision, Fused) and decision.device == "cpu":
+        kernel(decision.text)
+
+
+def _as_tuple(passes: Any) -> tuple[Any, ...]:
+    """Inductor takes no pass, one, or (from 2.13) a list."""
+    if passes is None:
+        return ()
+    return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
+
+
+@cache
+def source_digest() -> str:
+    """A hash of all our sources."""
+    digest = hashlib.sha256()
+    backend = Path(__file__).parent
+    for folder in (backend, backend.parent / "passes", backend.parent / "decomps"):
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in (".py", ".h"):
+                digest.update(file.name.encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,84 @@
+"""Every option of the backend, its environment variable and its default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `torch.compile(model, backend="normpass", options={...})`."""
+
+    inner: str = field(
+        default="inductor",
+        metadata={
+            "help": "what compiles the rest of the graph: inductor, or eager to run it uncompiled",
+            "choices": ("inductor", "eager"),
+        },
+    )
+    fuse: bool = field(default=True, metadata={"help": "whether to fuse regions at all"})
+    least_bytes: int | None = field(
+        default=None,
+        metadata={
+            "help": "regions that move fewer bytes stay with Inductor; None for the measured "
+            "default of the device (backend/options.py and passes/profit.py)"
+        },
+    )
+    debug: str | None = field(
+        default=None,
+        metadata={
+            "help": "a folder for numbered graphs and kernels",
+            "env": "NORMPASS_DEBUG",
+        },
+    )
+    inductor: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "settings of torch._inductor.config for this model"},
+    )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """Options from a user's dictionary and the environment.
+
+        Raises:
+            ValueError: an option there is not, or a value it does not take, with what there is.
+        """
+        given = dict(options or {})
+        known = {option.name: option for option in fields(cls)}
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ValueError(f"unknown normpass option {name!r}{hint}; there are:\n{table()}")
+        for name, option in known.items():
+            variable = option.metadata.get("env")
+            if name not in given and variable and variable in os.environ:
+                given[name] = os.environ[variable]
+        result = cls(**given)
+        choices = known["inner"].metadata["choices"]
+        if result.inner not in choices:
+            raise ValueError(
+                f"option inner: expected one of {', '.join(choices)}, found {result.inner!r}"
+            )
+        if result.least_bytes is not None and not isinstance(result.least_bytes, int):
+            raise ValueError(
+                f"option least_bytes: expected a number of bytes or None, found {result.least_bytes!r}"
+            )
+        return result
+
+
+def table() -> str:
+    """All options with defaults and meaning, a line each."""
+    lines = []
+    for option in fields(Options):
+        default = option.default if option.name != "inductor" else {}
+        variable = option.metadata.get("env")
+        environment = f" [{variable}]" if variable else ""
+        lines.append(f"  {option.name} = {default!r}{environment}: {option.metadata['help']}")
+    return "\n".join(lines)

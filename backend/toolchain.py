@@ -1,0 +1,160 @@
+"""The C++ compiler behind CPU kernels: torch's own builder, and a cache that survives other processes.
+
+The one module that touches torch._inductor.cpp_builder (checked on torch 2.11, 2.13 and 2.15: CppBuilder,
+CppTorchDeviceOptions, pick_vec_isa and get_cpp_compiler keep their names and arguments).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+log = logging.getLogger(__name__)
+
+HEADER = Path(__file__).parent / "codegen" / "normpass.h"
+# Contracting a*b+c is one rounding less: never a larger error, and the same bits on every run.
+EXTRA_FLAGS = ("-ffp-contract=fast", f"-I{HEADER.parent}")
+
+compiled = 0  # kernels this process has compiled rather than found; tests read it
+
+
+class CompileError(RuntimeError):
+    """Generated C++ that the compiler refuses, with its messages."""
+
+
+@cache
+def missing_compiler() -> str | None:
+    """Why there is no C++ compiler, or None if there is one."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        wanted = os.environ.get("CXX", "g++ or clang++")
+        return f"expected a C++ compiler ({wanted}), found none: {str(error).splitlines()[0]}"
+    return None
+
+
+def cache_dir() -> Path:
+    """Where kernels lie: beside Inductor's own cache, so that one setting moves both."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+
+    path = Path(inductor_cache_dir()) / "normpass"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@cache
+def _header_digest() -> bytes:
+    return hashlib.sha256(HEADER.read_bytes()).digest()
+
+
+def _builder(source: Path, name: str, directory: Path):  # type: ignore[no-untyped-def]
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    options = CppTorchDeviceOptions(
+        vec_isa=pick_vec_isa(), device_type="cpu", extra_flags=list(EXTRA_FLAGS)
+    )
+    return CppBuilder(
+        name=name, sources=str(source), BuildOption=options, output_dir=str(directory)
+    )
+
+
+@cache
+def _command() -> bytes:
+    """The compiler's command line, as part of a kernel's identity."""
+    return str(_builder(Path("in"), "out", Path("/")).get_command_line()).encode()
+
+
+def key_of(source: str) -> str:
+    """What a kernel's file is called: source, header, torch, compiler and its flags."""
+    digest = hashlib.sha256(source.encode())
+    digest.update(_header_digest())
+    digest.update(torch.__version__.encode())
+    digest.update(_command())
+    return digest.hexdigest()[:32]
+
+
+def load(source: str) -> ctypes.CDLL:
+    """The compiled library of a kernel, from the cache or freshly built.
+
+    A file that is not whole (a crash, a full disk) fails its checksum and is built again.
+
+    Raises:
+        CompileError: with the compiler's messages.
+    """
+    directory = cache_dir()
+    key = key_of(source)
+    library, checksum = directory / f"{key}.so", directory / f"{key}.sum"
+    if not _is_whole(library, checksum):
+        if library.exists():
+            log.warning("kernel %s in the cache is damaged: building it again", library)
+        _build(source, library, checksum)
+    return ctypes.CDLL(str(library))
+
+
+def _is_whole(library: Path, checksum: Path) -> bool:
+    try:
+        return hashlib.sha256(library.read_bytes()).hexdigest() == checksum.read_text()
+    except OSError:
+        return False
+
+
+def _build(source: str, library: Path, checksum: Path) -> None:
+    """Builds in a folder of its own and moves the result into place: other processes see all or nothing."""
+    global compiled
+    from torch._inductor.exc import CppCompileError
+
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        text = Path(folder) / "kernel.cpp"
+        text.write_text(source)
+        builder = _builder(text, "kernel", Path(folder))
+        try:
+            builder.build()
+        except CppCompileError as error:
+            raise CompileError(str(error)) from error
+        built = Path(builder.get_target_file_path())
+        total = Path(folder) / "sum"
+        total.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
+        text.replace(library.with_suffix(".cpp"))
+        built.replace(library)
+        total.replace(checksum)
+    compiled += 1
+
+
+_pool: ThreadPoolExecutor | None = None
+_futures: dict[str, Future[ctypes.CDLL]] = {}
+_lock = Lock()
+
+
+def start(source: str) -> Future[ctypes.CDLL]:
+    """Begins to build a kernel beside whatever else is compiled; the result is waited for at first launch."""
+    global _pool
+    with _lock:
+        if source not in _futures:
+            if _pool is None:
+                _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="normpass-compile")
+            _futures[source] = _pool.submit(load, source)
+        return _futures[source]
+
+
+def _after_fork() -> None:
+    """A forked child has none of its parent's threads: it builds with its own."""
+    global _pool, _lock
+    _pool, _lock = None, Lock()
+    for source in [s for s, future in _futures.items() if not future.done()]:
+        del _futures[source]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

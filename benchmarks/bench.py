@@ -1,0 +1,289 @@
+"""`normpass bench`: norms under eager, stock Inductor and normpass, side by side in one process.
+
+Every variant is first compared with a float64 reference, and what is wrong is not timed. The
+rest is timed in alternation; medians are printed with the ratio to eager and to Inductor, the
+bandwidth achieved on the least traffic, and the time in units of `torch.add(x, dy)`, which reads
+two tensors of the size and writes a fresh one. Results go to a JSON file and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from normpass.benchmarks import compile_time
+from normpass.benchmarks.cases import (
+    DTYPES,
+    NORMS,
+    PHASES,
+    Case,
+    geometric_mean,
+    parse_shape,
+    select,
+    spell,
+)
+from normpass.benchmarks.measure import VARIANTS, Result, keep_freed_memory, measure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+RESULTS = Path("benchmarks/results")
+REPEATS = 50
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers depend on: versions, processor, threads, date."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": {name: installed(name) for name in ("normpass", "torch", "triton")},
+        "device": device,
+        "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def means(results: Sequence[Result], variants: Sequence[str]) -> list[dict[str, Any]]:
+    """Geometric means per norm, phase and dtype, over the shapes that every variant got right."""
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        if all(variant in result.timings for variant in variants):
+            groups.setdefault((result.norm, result.phase, result.dtype), []).append(result)
+    rows = []
+    for (norm, phase, dtype), members in groups.items():
+        row: dict[str, Any] = {"norm": norm, "phase": phase, "dtype": dtype}
+        row["shapes"] = [spell(tuple(member.shape)) for member in members]
+        for variant in variants:
+            row[f"{variant}_over_add"] = geometric_mean(present(members, "over_add", variant))
+        for against in variants[:-1]:
+            ratios = present(members, "ratio", variants[-1], against)
+            row[f"speedup_over_{against}"] = geometric_mean(ratios)
+        rows.append(row)
+    return rows
+
+
+def present(members: Sequence[Result], figure: str, *args: str) -> list[float]:
+    """A figure of every result; all of them were timed."""
+    return [value for member in members if (value := getattr(member, figure)(*args)) is not None]
+
+
+def result_table(results: Sequence[Result], variants: Sequence[str]) -> Table:
+    """A row per case: times with quartiles, ratios, bandwidth."""
+    ours = variants[-1]
+    table = Table(
+        title=f"medians in ms, half the interquartile range; speedups and bandwidth are {ours}'s"
+    )
+    table.add_column("case", no_wrap=True)
+    for heading in (*variants, "add"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for against in variants[:-1]:
+        table.add_column(f"vs {against}", justify="right", no_wrap=True)
+    for heading in ("GB/s", "add GB/s", "x add"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        label = f"{result.norm} {spell(tuple(result.shape))} {result.dtype} {result.phase}"
+        table.add_row(label, *cells(result, variants))
+        for variant, reason in result.wrong.items():
+            table.add_row(f"  {variant} not timed: {reason}", style="red")
+    return table
+
+
+def cells(result: Result, variants: Sequence[str]) -> Iterator[str]:
+    """The cells of one row, after the label."""
+    ours = variants[-1]
+    times = {**result.timings, **({"add": result.add} if result.add else {})}
+    for variant in (*variants, "add"):
+        timing = times.get(variant)
+        yield (
+            "wrong"
+            if timing is None
+            else (f"{timing.median * 1e3:.3f} ({timing.low * 1e3:.3f}-{timing.high * 1e3:.3f})")
+        )
+    for against in variants[:-1]:
+        yield number(result.ratio(ours, against), "{:.2f}x")
+    yield number(result.bandwidth(ours), "{:.1f}", 1e-9)
+    yield number(result.add and result.add_bytes / result.add.median, "{:.1f}", 1e-9)
+    yield number(result.over_add(ours), "{:.2f}")
+
+
+def number(value: float | None, form: str, scale: float = 1) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None else form.format(value * scale)
+
+
+def means_table(rows: Sequence[dict[str, Any]], variants: Sequence[str]) -> Table:
+    """The geometric means."""
+    table = Table(title="geometric means over the shapes")
+    for heading in ("norm", "phase", "dtype"):
+        table.add_column(heading, no_wrap=True)
+    for against in variants[:-1]:
+        table.add_column(f"{variants[-1]} vs {against}", justify="right")
+    for variant in variants:
+        table.add_column(f"{variant} x add", justify="right")
+    for row in rows:
+        table.add_row(
+            row["norm"],
+            row["phase"],
+            row["dtype"],
+            *(f"{row[f'speedup_over_{against}']:.2f}x" for against in variants[:-1]),
+            *(f"{row[f'{variant}_over_add']:.2f}" for variant in variants),
+        )
+    return table
+
+
+def save(results: Sequence[Result], variants: Sequence[str], device: str, folder: Path) -> Path:
+    """Write everything measured as JSON; the file's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {**machine(device), "freed_memory_kept": steady}
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    path = folder / f"{torch.device(device).type}-{stamp}.json"
+    document = {
+        "machine": about,
+        "variants": list(variants),
+        "results": [result.as_dict() for result in results],
+        "geometric_means": means(results, variants),
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def plot(results: Sequence[Result], variants: Sequence[str], path: Path) -> bool:
+    """Bars of time in units of `add`, a panel per phase and dtype; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    panels: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        panels.setdefault((result.phase, result.dtype), []).append(result)
+    longest = max(map(len, panels.values()))
+    figure = Figure(figsize=(9, len(panels) * (0.6 + 0.34 * longest)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    height = 0.8 / len(variants)
+    for axis, ((phase, dtype), members) in zip(axes, panels.items(), strict=True):
+        for i, variant in enumerate(variants):
+            places = [row + i * height for row in range(len(members))]
+            lengths = [member.over_add(variant) or 0.0 for member in members]
+            axis.barh(places, lengths, height, label=variant)
+        labels = [f"{member.norm} {spell(tuple(member.shape))}" for member in members]
+        axis.set_yticks([row + 0.4 - height / 2 for row in range(len(members))], labels)
+        axis.invert_yaxis()
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_title(f"{phase}, {dtype}: time in units of torch.add(x, dy)", fontsize=10)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def run(
+    cases: Sequence[Case],
+    device: str,
+    repeats: int,
+    console: Console,
+    variants: Sequence[str] = VARIANTS,
+) -> list[Result]:
+    """Measure every case. The bar is drawn between cases only: drawing would disturb the clock."""
+    results = []
+    with Progress(console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.label, refresh=True)
+            results.append(measure(case, device, repeats, variants))
+            progress.advance(task)
+        progress.update(task, description="measured", refresh=True)
+    return results
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of `normpass bench`."""
+
+    def shape(text: str) -> tuple[int, ...]:
+        try:
+            return parse_shape(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    parser = argparse.ArgumentParser("normpass bench", description=__doc__.split("\n")[0])
+    more = {"action": "append", "default": []}
+    parser.add_argument("--norm", choices=list(NORMS), help="only this norm; repeatable", **more)
+    parser.add_argument("--shape", type=shape, help="such as 4096x1024; repeatable", **more)
+    parser.add_argument("--dtype", choices=list(DTYPES), help="repeatable", **more)
+    parser.add_argument("--phase", choices=PHASES, help="repeatable", **more)
+    parser.add_argument("--repeats", type=int, help=f"samples of each variant, {REPEATS}")
+    parser.add_argument("--device", help="cpu, cuda, ...; a GPU is used when there is one")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder, {RESULTS}")
+    parser.add_argument(
+        "--system-allocator",
+        action="store_true",
+        help="leave malloc alone: times then include page faults that depend on its history",
+    )
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument(
+        "--compile-time", action="store_true", help="compile times of the demo's models instead"
+    )
+    args = parser.parse_args(argv)
+    if args.repeats is not None and args.repeats < 2:
+        parser.error(f"--repeats must be at least 2, got {args.repeats}")
+    if args.shape and len(args.norm) != 1:
+        parser.error("--shape needs exactly one --norm, because norms differ in the axes they take")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return args
+
+
+def main(argv: Sequence[str] | None = None, variants: Sequence[str] = VARIANTS) -> int:
+    """Run the benchmark; 1 when a variant was wrong, 0 otherwise."""
+    args = parse(argv)
+    cases = select(args.norm, args.shape, args.dtype, args.phase)
+    if args.list:
+        print("\n".join(case.label for case in cases))
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    if args.compile_time:
+        return compile_time.run(
+            console, args.device, args.repeats or compile_time.REPEATS, args.out
+        )
+    steady = not args.system_allocator and keep_freed_memory()
+    results = run(cases, args.device, args.repeats or REPEATS, console, variants)
+    console.print(result_table(results, variants))
+    console.print(means_table(means(results, variants), variants))
+    path = save(results, variants, args.device, args.out, steady)
+    console.print(f"saved {path}")
+    picture = path.with_suffix(".png")
+    if plot(results, variants, picture):
+        console.print(f"saved {picture}")
+    else:
+        console.print("no plot: matplotlib is not installed (pip install 'normpass[bench]')")
+    return 1 if any(result.wrong for result in results) else 0

@@ -1,0 +1,289 @@
+"""Measuring one case: compile every variant, check it against float64, time all in alternation."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import math
+import statistics
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from normpass.benchmarks.cases import Case
+
+VARIANTS = ("eager", "inductor", "normpass")
+# How far PyTorch's own eager result may be from float64, relative to the largest value: beyond
+# this the oracle or the machine is broken, and there is nothing to compare with.
+EAGER_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# A sample is as many calls as take about this long; clocks and queues are too coarse for less.
+SAMPLE_SECONDS = 2e-3
+
+
+@dataclass
+class Timing:
+    """Seconds per call: the median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Of at least two samples."""
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass
+class Result:
+    """What was measured for one case; variants that were wrong have no timing but a reason."""
+
+    norm: str
+    shape: list[int]
+    dtype: str
+    phase: str
+    bytes_least: int
+    add_bytes: int
+    timings: dict[str, Timing] = field(default_factory=dict)
+    add: Timing | None = None
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def ratio(self, variant: str, against: str) -> float | None:
+        """How many times faster than another variant; None where one of them was not timed."""
+        if variant not in self.timings or against not in self.timings:
+            return None
+        return self.timings[against].median / self.timings[variant].median
+
+    def over_add(self, variant: str) -> float | None:
+        """Time in units of `torch.add(x, dy)`; None where the variant was not timed."""
+        if variant not in self.timings or self.add is None:
+            return None
+        return self.timings[variant].median / self.add.median
+
+    def bandwidth(self, variant: str) -> float | None:
+        """Achieved bytes per second, counting only the least traffic."""
+        if variant not in self.timings:
+            return None
+        return self.bytes_least / self.timings[variant].median
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: all fields, and the derived figures of every variant."""
+        derived = {
+            variant: {
+                "over_add": self.over_add(variant),
+                "bytes_per_second": self.bandwidth(variant),
+                "speedup_over_eager": self.ratio(variant, "eager"),
+                "speedup_over_inductor": self.ratio(variant, "inductor"),
+            }
+            for variant in self.timings
+        }
+        return {**asdict(self), "derived": derived}
+
+
+class Variant:
+    """One case under one backend: its outputs for the check and its step for the clock."""
+
+    def __init__(self, case: Case, backend: str, device: str) -> None:
+        self.module, self.x, self.dy = case.build(device)
+        self.names = ["x", *(name for name, _ in self.module.named_parameters())]
+        self.inputs = [self.x, *self.module.parameters()]
+        self.forward: Any = self.module
+        if backend != "eager":
+            self.forward = torch.compile(self.module, backend=backend)
+        self.backward_alone = case.phase == "backward"
+        self.y: Tensor | None = None
+
+    def outputs(self) -> dict[str, Tensor]:
+        """y and the gradients, by name; compiles what has to be compiled."""
+        y = self.forward(self.x)
+        grads = torch.autograd.grad(y, self.inputs, self.dy, retain_graph=self.backward_alone)
+        if self.backward_alone:
+            self.y = y
+        named = {f"d{name}": grad for name, grad in zip(self.names, grads, strict=True)}
+        return {"y": y.detach(), **named}
+
+    def step(self) -> object:
+        """What is timed: one backward of a kept graph, or one forward and backward."""
+        if self.backward_alone:
+            assert self.y is not None, "outputs() comes before step()"
+            return torch.autograd.grad(self.y, self.inputs, self.dy, retain_graph=True)
+        return torch.autograd.grad(self.forward(self.x), self.inputs, self.dy)
+
+
+def oracle(case: Case, device: str) -> dict[str, Tensor]:
+    """y and the gradients in float64, from the reference that is written in primitives."""
+    module, x, dy = case.build(device)
+    names = ["x", *(name for name, _ in module.named_parameters())]
+    inputs = [t.detach().double().requires_grad_() for t in (x, *module.parameters())]
+    y = case.norm.reference(*inputs)
+    grads = torch.autograd.grad(y, inputs, dy.double())
+    named = {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+    return {"y": y.detach(), **named}
+
+
+def relative_errors(got: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
+    """max |got - right| / max |right|, by name; infinite where got is not finite or misshapen."""
+    errors = {}
+    for name, want in right.items():
+        have = got[name]
+        if have.shape != want.shape or not have.isfinite().all():
+            errors[name] = math.inf
+            continue
+        scale = want.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        errors[name] = ((have.double() - want).abs().max() / scale).item()
+    return errors
+
+
+def verdict(
+    errors: Mapping[str, float], eager: Mapping[str, float], dtype: torch.dtype
+) -> str | None:
+    """Why a result is wrong, None when it is right.
+
+    Right is: no further from float64 than four times eager's error, or four units in the last
+    place where eager happened to be closer than that.
+    """
+    floor = 4 * torch.finfo(dtype).eps
+    for name, error in errors.items():
+        if eager[name] > EAGER_LIMIT[dtype]:
+            return f"eager's own {name} is {eager[name]:.1e} away from float64"
+        limit = max(4 * eager[name], floor)
+        if error > limit:
+            return f"{name} is {error:.1e} away from float64, at most {limit:.1e} is right"
+    return None
+
+
+def measure(case: Case, device: str, repeats: int, variants: Sequence[str] = VARIANTS) -> Result:
+    """Check and time one case; `variants` starts with eager, by whose error others are judged."""
+    from torch._dynamo.utils import counters
+
+    if not variants or variants[0] != "eager":
+        raise ValueError(f"expected variants that start with 'eager', got {list(variants)}")
+    result = Result(
+        norm=case.norm.name,
+        shape=list(case.shape),
+        dtype=case.dtype,
+        phase=case.phase,
+        bytes_least=case.bytes_least(),
+        add_bytes=case.add_bytes(),
+    )
+    # One reset per case, not per variant: a reset would drop the variants compiled before, and
+    # all of them have to stay alive to be timed in alternation.
+    torch._dynamo.reset()
+    counters["normpass"].clear()
+    right = oracle(case, device)
+    steps: dict[str, Callable[[], object]] = {}
+    with kept_buffers(case.phase == "backward"):
+        for name in variants:
+            variant = Variant(case, name, device)
+            result.errors[name] = relative_errors(variant.outputs(), right)
+            dtype = variant.x.dtype
+            wrong = verdict(result.errors[name], result.errors["eager"], dtype)
+            if wrong:
+                result.wrong[name] = wrong
+            else:
+                steps[name] = variant.step
+    result.counters = dict(counters["normpass"])
+    x, dy = variant.x.detach(), variant.dy
+    times = interleave({**steps, "add": lambda: torch.add(x, dy)}, repeats, device)
+    result.add = times.pop("add")
+    result.timings = times
+    return result
+
+
+@contextmanager
+def kept_buffers(keep: bool) -> Iterator[None]:
+    """Compile so that a graph can be run backward twice.
+
+    Inductor otherwise reuses the saved tensors' memory in the backward ("donates" it) and then
+    refuses retain_graph=True, by which the backward alone is timed.
+    """
+    import torch._functorch.config as functorch_config
+
+    with ExitStack() as stack:
+        if keep:
+            stack.enter_context(functorch_config.patch(donated_buffer=False))
+        yield
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep and reuse what is freed, for the rest of the process; False elsewhere.
+
+    By default malloc asks the system for large blocks or gives them back, depending on what was
+    freed before, and the page faults of fresh memory can cost ten times a kernel: the same
+    `torch.add` was seen to take 0.4 ms or 7 ms. Kept memory is what GPUs always have, and what a
+    training loop in its steady state mostly has.
+    """
+    top_pad, trim_threshold, mmap_max = -2, -1, -4  # malloc.h: M_TOP_PAD and so on
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    never = 2**31 - 1
+    settings = ((mmap_max, 0), (trim_threshold, never), (top_pad, 64 << 20))
+    return all([mallopt(name, value) == 1 for name, value in settings])
+
+
+def interleave(
+    steps: Mapping[str, Callable[[], object]], repeats: int, device: str
+) -> dict[str, Timing]:
+    """Time every step `repeats` times in alternation, each round starting with another one."""
+    if repeats < 2:
+        raise ValueError(f"expected at least 2 repeats for quartiles, got {repeats}")
+    clock = cuda_seconds if torch.device(device).type == "cuda" else cpu_seconds
+    calls = {name: calls_per_sample(step, clock) for name, step in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    names = itertools.cycle(steps)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for name in itertools.islice(names, len(steps)):
+                samples[name].append(clock(steps[name], calls[name]) / calls[name])
+            next(names)
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def calls_per_sample(
+    step: Callable[[], object], clock: Callable[[Callable[[], object], int], float]
+) -> int:
+    """Warm up, and find how many calls take about SAMPLE_SECONDS."""
+    clock(step, 3)
+    return max(1, math.ceil(SAMPLE_SECONDS / max(clock(step, 3) / 3, 1e-9)))
+
+
+def cpu_seconds(step: Callable[[], object], calls: int) -> float:
+    """Wall time of so many calls."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(step: Callable[[], object], calls: int) -> float:
+    """Device time of so many calls, from event to event."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,106 @@
+"""The order of passes: the only place where it exists.
+
+    graph -> grow -> lower -> judge -> put, one region at a time
+
+Each accepted region changes the graph, so what can still be fused without a cycle is asked of the graph as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.fx import Graph, Node
+
+from normpass.passes import names
+from normpass.passes.lower import Lowered, NotLowered, lower
+from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
+from normpass.passes.regions import Grower, Grown, seeds
+from normpass.passes.rewrite import SizeUnknown, put
+from normpass.passes.vocabulary import Kind, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A region that became one op."""
+
+    name: str
+    module: str
+    phase: str
+    text: str
+    estimate: Estimate
+    device: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A norm that stays as it is, and why."""
+
+    name: str
+    module: str
+    phase: str
+    reason: str
+
+
+Decision = Fused | Refused
+
+
+def fuse_graph(
+    graph: Graph,
+    op: Callable[..., object],
+    *,
+    least_bytes: int | None = None,
+    accept: Callable[[Lowered], str | None] = lambda lowered: None,
+) -> list[Decision]:
+    """Fuses every region of a functional ATen graph that pays, in place.
+
+    op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
+    least_bytes: regions that move less stay as they are; None for the measured default of the device.
+    accept: the backend's say: a reason against a region, or None.
+    """
+    decisions: list[Decision] = []
+    settled: set[Node] = set()  # nodes of refused regions
+    grower = Grower(graph)
+    for seed in seeds(graph):
+        if seed in settled or seed not in grower.reach.order:
+            continue
+        grown = grower.grow(seed)
+        if grown is None or settled & set(grown.nodes):
+            continue
+        decision = _decide(graph, grown, op, least_bytes, accept)
+        if decision is None:
+            continue
+        decisions.append(decision)
+        if isinstance(decision, Fused):
+            grower = Grower(graph)
+        else:
+            settled.update(node for node in grown.nodes if kind_of(node) is not Kind.VIEW)
+    return decisions
+
+
+def _decide(
+    graph: Graph,
+    grown: Grown,
+    op: Callable[..., object],
+    least_bytes: int | None,
+    accept: Callable[[Lowered], str | None],
+) -> Decision | None:
+    """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
+    nodes = grown.nodes
+    label = names.name(nodes), names.module(nodes), names.phase(nodes)
+    try:
+        lowered = lower(label[0], nodes, grown.domain)
+        if not has_inner_reduction(lowered):
+            return None
+        cost = estimate(lowered)
+        reason = refusal(lowered, cost, least_bytes=least_bytes) or accept(lowered)
+        if reason is not None:
+            return Refused(*label, reason)
+        put(graph, nodes, lowered, op)
+    except (NotLowered, SizeUnknown) as error:
+        return Refused(*label, str(error))
+    device = lowered.inputs[0].meta["val"].device.type
+    return Fused(*label, str(lowered.region), cost, device)

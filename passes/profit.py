@@ -1,0 +1,80 @@
+"""Whether a region is worth a kernel of its own: bytes and passes, fused against unfused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.passes.regions import hint
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from normpass.passes.lower import Lowered
+
+# Calling a kernel of ours through the dispatcher costs what moving about this many bytes does: smaller regions
+# stay with Inductor, whose kernels are called directly. Measured on layer and rms norm, forward and backward.
+LEAST_BYTES = {"cpu": 512 * 1024, "cuda": 4 * 1024 * 1024}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes to and from memory, at the sizes the graph was traced with.
+
+    least: every input read once, every output written once. moved: what the fused kernel moves. passes: how often it
+    goes over its largest input.
+    """
+
+    least: int
+    moved: int
+    passes: int
+    elements: int
+
+
+def nbytes(node: Node) -> int:
+    """The bytes of a node's tensor that memory holds (an expanded one repeats some)."""
+    tensor = node.meta["val"]
+    count = tensor.dtype.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if not (isinstance(stride, int) and stride == 0):
+            count *= hint(size)
+    return count
+
+
+def estimate(lowered: Lowered) -> Estimate:
+    least = sum(nbytes(node) for node in (*lowered.inputs, *lowered.outputs))
+    elements = max(hint(node.meta["val"].numel()) for node in (*lowered.inputs, *lowered.outputs))
+    return Estimate(least, least, 1, elements)
+
+
+def refusal(lowered: Lowered, estimate: Estimate, *, least_bytes: int | None = None) -> str | None:
+    """Why a region stays with Inductor, or None if it does not."""
+    if not has_inner_reduction(lowered):
+        return "no inner reduction: nothing that Inductor would read twice"
+    device = lowered.inputs[0].meta["val"].device.type
+    floor = LEAST_BYTES.get(device) if least_bytes is None else least_bytes
+    if floor is None:
+        return f"no kernels for {device} tensors (expected cpu or cuda)"
+    if estimate.least < floor:
+        return f"too small: {estimate.least} bytes, a kernel of its own pays from {floor}"
+    return None
+
+
+def has_inner_reduction(lowered: Lowered) -> bool:
+    """Whether some reduction's result is used again over the axes it reduced."""
+    region = lowered.region
+    behind: dict[str, frozenset[str]] = {}
+    for op in region.ops:
+        reached = frozenset().union(
+            *(behind.get(arg, frozenset()) for arg in op.args if isinstance(arg, str))
+        )
+        if not op.is_reduction and reached & region.varies[op.name]:
+            return True
+        behind[op.name] = reached | (frozenset(op.axes) if op.is_reduction else frozenset())
+    return False
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

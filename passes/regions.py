@@ -1,0 +1,198 @@
+"""Grows regions: from a reduction outward over everything that shares its iteration domain.
+
+A region starts as one reduction and takes in, as long as something fits: what its nodes read, what reads their
+results, and what reads the same tensors over the whole domain (dgamma beside dx). A node fits if its dimensions
+are made of the region's axes and if the region stays convex: where a path leaves and comes back, the nodes
+between come along or the candidate stays out. A region is worth the name if a reduction's result meets the domain again
+(an inner reduction), which is what every norm has and a plain sum has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Graph, Node
+
+from normpass.passes.domain import Domain, NotExpressible
+from normpass.passes.vocabulary import DTYPES, Kind, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# A kernel that reads and writes more tensors than this runs out of registers and of address streams.
+MOST_TENSORS = 24
+
+
+@dataclass
+class Grown:
+    """The nodes of a region, in the graph's order, and their domain."""
+
+    nodes: list[Node]
+    domain: Domain
+
+
+@dataclass
+class Reach:
+    """Which nodes lie behind and before each node, as bit sets over positions in the graph."""
+
+    order: dict[Node, int] = field(default_factory=dict)
+    above: dict[Node, int] = field(default_factory=dict)
+    below: dict[Node, int] = field(default_factory=dict)
+    mutations: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, graph: Graph) -> Reach:
+        nodes = list(graph.nodes)
+        reach = cls({node: k for k, node in enumerate(nodes)})
+        for node in nodes:
+            bits = 0
+            for arg in node.all_input_nodes:
+                bits |= reach.above[arg] | 1 << reach.order[arg]
+            reach.above[node] = bits
+        for node in reversed(nodes):
+            bits = 0
+            for user in node.users:
+                bits |= reach.below[user] | 1 << reach.order[user]
+            reach.below[node] = bits
+        reach.mutations = [reach.order[node] for node in nodes if mutates(node)]
+        return reach
+
+    def between(self, nodes: Iterable[Node]) -> int:
+        """Nodes outside a set that lie on a path from it back to it."""
+        above = below = inside = 0
+        for node in nodes:
+            above |= self.above[node]
+            below |= self.below[node]
+            inside |= 1 << self.order[node]
+        return above & below & ~inside
+
+    def crosses_mutation(self, nodes: Iterable[Node]) -> bool:
+        """Whether something is written in place between the first and the last of these nodes."""
+        positions = [self.order[node] for node in nodes]
+        return any(min(positions) < k < max(positions) for k in self.mutations)
+
+
+def mutates(node: Node) -> bool:
+    """Whether a node writes to one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def fusable(node: Node) -> bool:
+    """Whether a region may hold this node at all."""
+    kind = kind_of(node)
+    if kind is Kind.OTHER:
+        return False
+    values = node.meta.get("val")
+    tensors = values if isinstance(values, tuple | list) else [values]
+    return all(
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype in DTYPES
+        and tensor.layout is torch.strided
+        for tensor in tensors
+    )
+
+
+def seeds(graph: Graph) -> list[Node]:
+    """Reductions, those over the largest domain first."""
+    found = [node for node in graph.nodes if kind_of(node) is Kind.REDUCTION and fusable(node)]
+    return sorted(found, key=lambda node: -hint(node.all_input_nodes[0].meta["val"].numel()))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size's value, or its example's where it is symbolic."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.hint is not None else 1024
+
+
+class Grower:
+    """Grows regions in one graph. `reach` describes the graph as it is now."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.reach = Reach.of(graph)
+        self.by_position = list(graph.nodes)
+
+    def grow(self, seed: Node) -> Grown | None:
+        """The largest region around a seed; None if not even the seed has a domain."""
+        domain = Domain()
+        try:
+            domain.add(seed)
+        except NotExpressible:
+            return None
+        source = seed.all_input_nodes[0]
+        whole = domain.axes(source)
+        members = {seed}
+        changed = True
+        while changed:
+            changed = False
+            for candidate in self.neighbours(members, domain, whole):
+                if candidate in members:
+                    continue
+                grown = self.attempt(candidate, members, domain, whole)
+                if grown is not None:
+                    members, domain = grown
+                    changed = True
+        return Grown(sorted(members, key=self.reach.order.__getitem__), domain)
+
+    def neighbours(self, members: set[Node], domain: Domain, whole: tuple[int, ...]) -> list[Node]:
+        """Nodes to try next: what members read, what reads members, what reads the same whole tensors."""
+        reads = {arg for node in members for arg in node.all_input_nodes} - members
+        users = {user for node in members for user in node.users} - members
+        extent = len(domain.resolve(whole))
+        siblings = {
+            user
+            for arg in reads
+            if arg in domain.dims and len(domain.axes(arg)) == extent
+            for user in arg.users
+        } - members
+        key = self.reach.order.__getitem__
+        return [
+            node
+            for node in (
+                *sorted(reads, key=key, reverse=True),
+                *sorted(users, key=key),
+                *sorted(siblings, key=key),
+            )
+            if fusable(node)
+        ]
+
+    def attempt(
+        self, candidate: Node, members: set[Node], domain: Domain, whole: tuple[int, ...]
+    ) -> tuple[set[Node], Domain] | None:
+        """The region with a candidate, and what lies between, or None."""
+        between = self.reach.between([*members, candidate])
+        added = {candidate}
+        while between:
+            low = between & -between
+            added.add(self.by_position[low.bit_length() - 1])
+            between ^= low
+        if not all(fusable(node) for node in added) or self.reach.crosses_mutation(members | added):
+            return None
+        trial = domain.copy()
+        try:
+            for node in sorted(added, key=self.reach.order.__getitem__):
+                trial.add(node)
+        except NotExpressible:
+            return None
+        inside = set(trial.resolve(whole))
+        if any(not inside.issuperset(trial.axes(node)) for node in trial.dims):
+            return None
+        grown = members | added
+        outside = {arg for node in grown for arg in node.all_input_nodes} - grown
+        if len(outside) > MOST_TENSORS or self.devices(grown | outside) > 1:
+            return None
+        return grown, trial
+
+    def devices(self, nodes: set[Node]) -> int:
+        """On how many devices these tensors lie; a CPU scalar beside GPU tensors counts."""
+        return len(
+            {
+                node.meta["val"].device
+                for node in nodes
+                if isinstance(node.meta.get("val"), torch.Tensor)
+            }
+        )

@@ -1,0 +1,217 @@
+"""What a region may be made of: the ATen ops that are pointwise, reductions or views, and what each means.
+
+To fuse one more pointwise op, add a row here: to FUNCTIONS if a region's function computes it with the
+same arguments, else to COMPOSED. A function that regions do not have yet needs a row in backend/pointwise.py too.
+"""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.fx import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from normpass.passes.region import Arg
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class Kind(Enum):
+    """What a node is to a region. ITEM picks one result of a reduction that has several."""
+
+    POINTWISE = auto()
+    REDUCTION = auto()
+    VIEW = auto()
+    ITEM = auto()
+    OTHER = auto()
+
+
+class Writer(Protocol):
+    """Where a composed op's values are written to."""
+
+    def emit(self, fn: str, *args: Arg) -> Arg: ...
+
+
+FUNCTIONS: dict[Any, str] = {
+    aten.add.Scalar: "add",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+    aten.neg.default: "neg",
+    aten.abs.default: "abs",
+    aten.maximum.default: "maximum",
+    aten.minimum.default: "minimum",
+    aten.clamp_min.default: "maximum",
+    aten.clamp_max.default: "minimum",
+    aten.sqrt.default: "sqrt",
+    aten.rsqrt.default: "rsqrt",
+    aten.reciprocal.default: "reciprocal",
+    aten.exp.default: "exp",
+    aten.expm1.default: "expm1",
+    aten.log.default: "log",
+    aten.log1p.default: "log1p",
+    aten.tanh.default: "tanh",
+    aten.sigmoid.default: "sigmoid",
+    aten.erf.default: "erf",
+    aten.sin.default: "sin",
+    aten.cos.default: "cos",
+    **{
+        getattr(getattr(aten, fn), overload): fn
+        for fn in ("eq", "ne", "lt", "le", "gt", "ge")
+        for overload in ("Tensor", "Scalar")
+    },
+    aten.logical_and.default: "logical_and",
+    aten.logical_or.default: "logical_or",
+    aten.logical_not.default: "logical_not",
+    aten.bitwise_and.Tensor: "logical_and",
+    aten.bitwise_or.Tensor: "logical_or",
+    aten.bitwise_not.default: "logical_not",
+    aten.where.self: "where",
+    aten.where.ScalarOther: "where",
+    aten.where.ScalarSelf: "where",
+}
+
+# Ops that mean themselves on truth values only.
+ON_TRUTH_ONLY = frozenset(
+    {aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default}
+)
+
+IDENTITY = frozenset(
+    {
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.lift_fresh_copy.default,
+        aten._to_copy.default,
+        prims.convert_element_type.default,
+    }
+)
+
+
+def _scaled(w: Writer, x: Arg, alpha: float) -> Arg:
+    return x if alpha == 1 else w.emit("mul", x, float(alpha))
+
+
+def _power(w: Writer, x: Arg, exponent: float) -> Arg:
+    """Powers that multiplication or a root gives; exact, and what PyTorch does too."""
+    match exponent:
+        case 1:
+            return x
+        case 2:
+            return w.emit("mul", x, x)
+        case 3:
+            return w.emit("mul", w.emit("mul", x, x), x)
+        case 0.5:
+            return w.emit("sqrt", x)
+        case -0.5:
+            return w.emit("rsqrt", x)
+        case -1:
+            return w.emit("reciprocal", x)
+    return w.emit("pow", x, float(exponent))
+
+
+def _clamp(w: Writer, x: Arg, low: Arg | None = None, high: Arg | None = None) -> Arg:
+    if low is not None:
+        x = w.emit("maximum", x, low)
+    return x if high is None else w.emit("minimum", x, high)
+
+
+def _relu(w: Writer, x: Arg) -> Arg:
+    return w.emit("maximum", x, 0.0)
+
+
+COMPOSED: dict[Any, Callable[..., Arg]] = {
+    aten.add.Tensor: lambda w, x, y, alpha=1: w.emit("add", x, _scaled(w, y, alpha)),
+    aten.sub.Tensor: lambda w, x, y, alpha=1: w.emit("sub", x, _scaled(w, y, alpha)),
+    aten.sub.Scalar: lambda w, x, y, alpha=1: w.emit("sub", x, _scaled(w, y, alpha)),
+    aten.rsub.Scalar: lambda w, x, y, alpha=1: w.emit("sub", y, _scaled(w, x, alpha)),
+    aten.square.default: lambda w, x: w.emit("mul", x, x),
+    aten.pow.Tensor_Scalar: _power,
+    aten.pow.Tensor_Tensor: lambda w, x, y: w.emit("pow", x, y),
+    aten.relu.default: _relu,
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    aten.addcmul.default: lambda w, x, a, b, value=1: w.emit(
+        "add", x, _scaled(w, w.emit("mul", a, b), value)
+    ),
+}
+
+# One number everywhere; the name of the argument that says which.
+CONSTANTS = {
+    aten.full.default: "fill_value",
+    aten.full_like.default: "fill_value",
+    aten.scalar_tensor.default: "s",
+}
+
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+    }
+)
+
+REDUCTIONS: dict[Any, str] = {
+    aten.sum.default: "sum",
+    aten.sum.dim_IntList: "sum",
+    aten.mean.default: "mean",
+    aten.mean.dim: "mean",
+    aten.amax.default: "amax",
+    aten.amin.default: "amin",
+    aten.prod.dim_int: "prod",
+    aten.var.correction: "var",
+    aten.var_mean.correction: "var_mean",
+}
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+DTYPES = FLOATS | {torch.bool}
+
+
+def kind_of(node: Node) -> Kind:
+    """What a node is to a region, by its target alone."""
+    if node.op != "call_function":
+        return Kind.OTHER
+    target = node.target
+    if any(target in table for table in (FUNCTIONS, COMPOSED, IDENTITY, CONSTANTS)):
+        return Kind.POINTWISE
+    if target in VIEWS:
+        return Kind.VIEW
+    if target in REDUCTIONS:
+        return Kind.REDUCTION
+    if target is operator.getitem and kind_of(node.args[0]) is Kind.REDUCTION:
+        return Kind.ITEM
+    return Kind.OTHER
+
+
+def reduced_dims(node: Node) -> tuple[frozenset[int], bool]:
+    """A reduction's dimensions, counted from the first, and whether they stay with size one."""
+    rank = len(node.all_input_nodes[0].meta["val"].shape)
+    dims = argument(node, "dim", None)
+    if dims is None or dims == []:
+        dims = list(range(rank))
+    dims = [dims] if isinstance(dims, int) else dims
+    return frozenset(d % rank for d in dims), bool(argument(node, "keepdim", False))
+
+
+def argument(node: Node, name: str, default: Any) -> Any:
+    """An argument by its name in the op's schema, however it was passed."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for k, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name and k < len(node.args):
+            return node.args[k]
+    return default
