@@ -132,7 +132,9 @@ class FusionPass(CustomGraphPass):
     def uuid(self) -> Any:
         """What Inductor's cache knows this pass by: our sources and the options. None, so no caching, if a pass
         before ours has no identity."""
-        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
+        others = [
+            other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
+        ]
         if None in others:
             return None
         return f"normpass {source_digest()} {self.settings} {others}"

@@ -32,14 +32,27 @@ if TYPE_CHECKING:
 
 # An extent that is only known at run time counts as this many elements in decisions.
 ASSUMED_EXTENT = 1024
-# Fewer independent pieces of work than this do not fill a machine.
-ENOUGH_WORKERS = 8
 # Functions that are dearer to compute again than to read back from cache.
 EXPENSIVE = frozenset(
     "exp expm1 log log1p pow tanh erf erfc sin cos sigmoid lgamma digamma asin acos atan sinh cosh".split()
 )
-# Kept rows beyond this many elements would push the row itself out of cache.
-KEPT_ELEMENTS = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan has to know of the machine it is for.
+
+    workers: fewer independent pieces of work than this do not fill it.
+    kept: kept rows beyond this many elements would push the row itself out of cache.
+    """
+
+    workers: int
+    kept: int
+
+
+CPU = Machine(workers=8, kept=64 * 1024)
+# Memory between phases is dearer than any function there; what fits in registers is not computed twice anyway.
+GPU = Machine(workers=256, kept=0)
 
 
 @dataclass(frozen=True)
@@ -179,14 +192,14 @@ class Plan:
         return product(a.hint for a in self.axes if a.name in self.local)
 
 
-def make_plan(region: Region) -> Plan:
-    """The plan of a region, from its text alone: the same in every process."""
+def make_plan(region: Region, machine: Machine = CPU) -> Plan:
+    """The plan of a region, from its text and the kind of machine alone: the same in every process."""
     region, axes, accesses, numel = _coalesce(region)
     local = local_axes(region)
     vector = choose_vector(axes, accesses)
-    order = choose_order(axes, accesses, local, vector)
+    order = choose_order(axes, accesses, local, vector, machine.workers)
     region = _split_reductions(region, order)
-    body = _Scheduler(region, order, accesses, vector).plan()
+    body = _Scheduler(region, order, accesses, machine).plan()
     return Plan(region, order, vector, local, body, numel)
 
 
@@ -313,6 +326,7 @@ def choose_order(
     accesses: Mapping[str, Access],
     local: frozenset[str],
     vector: str,
+    workers: int,
 ) -> tuple[LoopAxis, ...]:
     """Outermost first: parallel axes, then local ones, each by falling stride.
 
@@ -329,7 +343,7 @@ def choose_order(
     inner = sorted((a for a in axes if a.name in local), key=stride, reverse=True)
     pieces = product(a.hint for a in outer if a.name != vector)
     only_lanes = [a.name for a in outer] == [vector]
-    if inner and (only_lanes or (pieces < ENOUGH_WORKERS and inner[0].name != vector)):
+    if inner and (only_lanes or (pieces < workers and inner[0].name != vector)):
         return (inner[0], *outer, *inner[1:])
     return (*outer, *inner)
 
@@ -373,12 +387,12 @@ class _Scheduler:
         region: Region,
         order: Sequence[LoopAxis],
         accesses: Mapping[str, Access],
-        vector: str,
+        machine: Machine,
     ) -> None:
         self.region = region
         self.order = order
         self.accesses = accesses
-        self.vector = vector
+        self.machine = machine
         self.depth_of = {axis.name: k + 1 for k, axis in enumerate(order)}
         self.inputs = tuple(buffer.name for buffer in region.inputs)
         self.topological = [*self.inputs, *(op.name for op in region.ops)]
@@ -572,7 +586,7 @@ class _Scheduler:
         return (
             depth > 0
             and op.fn in EXPENSIVE
-            and product(hints[axis] for axis in axes) <= KEPT_ELEMENTS
+            and product(hints[axis] for axis in axes) <= self.machine.kept
         )
 
     def loops(self, depth: int, effects: list[_Effect], known: frozenset[str]) -> list[Node]:

@@ -38,23 +38,15 @@ POINTWISE: dict[str, Expression] = {
     "add": _same("{0} + {1}", torch.add),
     "sub": _same("{0} - {1}", torch.sub),
     "mul": _same("{0} * {1}", torch.mul),
-    "div": _same("{0} / {1}", torch.div),
-    "neg": Expression("neg_({0})", "-({0})", torch.neg),
+    "div": Expression("{0} / {1}", "lib.divide({0}, {1})", torch.div),
+    "neg": Expression("neg_({0})", "{0} * -1.0", torch.neg),
     "abs": Expression("abs_({0})", "tl.abs({0})", torch.abs),
-    "maximum": Expression(
-        "maximum_({0}, {1})",
-        "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-        torch.maximum,
-    ),
-    "minimum": Expression(
-        "minimum_({0}, {1})",
-        "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-        torch.minimum,
-    ),
+    "maximum": Expression("maximum_({0}, {1})", "lib.maximum({0}, {1})", torch.maximum),
+    "minimum": Expression("minimum_({0}, {1})", "lib.minimum({0}, {1})", torch.minimum),
     # powers and exponentials
-    "sqrt": Expression("sqrt_({0})", "libdevice.sqrt({0})", torch.sqrt),
-    "rsqrt": Expression("rsqrt_({0})", "libdevice.rsqrt({0})", torch.rsqrt),
-    "reciprocal": Expression("reciprocal_({0})", "1.0 / ({0})", torch.reciprocal),
+    "sqrt": Expression("sqrt_({0})", "lib.sqrt({0})", torch.sqrt),
+    "rsqrt": Expression("rsqrt_({0})", "tl.rsqrt({0})", torch.rsqrt),
+    "reciprocal": Expression("reciprocal_({0})", "lib.reciprocal({0})", torch.reciprocal),
     "pow": Expression("pow_({0}, {1})", "libdevice.pow({0}, {1})", torch.pow),
     "exp": Expression("exp_({0})", "libdevice.exp({0})", torch.exp),
     "expm1": Expression("expm1_({0})", "libdevice.expm1({0})", torch.expm1),
@@ -62,7 +54,7 @@ POINTWISE: dict[str, Expression] = {
     "log1p": Expression("log1p_({0})", "libdevice.log1p({0})", torch.log1p),
     # sigmoids and waves
     "tanh": Expression("tanh_({0})", "libdevice.tanh({0})", torch.tanh),
-    "sigmoid": Expression("sigmoid_({0})", "1.0 / (1.0 + libdevice.exp(-({0})))", torch.sigmoid),
+    "sigmoid": Expression("sigmoid_({0})", "lib.sigmoid({0})", torch.sigmoid),
     "erf": Expression("erf_({0})", "libdevice.erf({0})", torch.erf),
     "sin": Expression("sin_({0})", "libdevice.sin({0})", torch.sin),
     "cos": Expression("cos_({0})", "libdevice.cos({0})", torch.cos),
@@ -73,10 +65,10 @@ POINTWISE: dict[str, Expression] = {
     "le": _same("{0} <= {1}", torch.le, "r"),
     "gt": _same("{0} > {1}", torch.gt, "r"),
     "ge": _same("{0} >= {1}", torch.ge, "r"),
-    "logical_and": Expression("both({0}, {1})", "{0} & {1}", torch.logical_and, "01r"),
-    "logical_or": Expression("either({0}, {1})", "{0} | {1}", torch.logical_or, "01r"),
+    "logical_and": Expression("both_({0}, {1})", "{0} & {1}", torch.logical_and, "01r"),
+    "logical_or": Expression("either_({0}, {1})", "{0} | {1}", torch.logical_or, "01r"),
     "logical_not": Expression("not_({0})", "~({0})", torch.logical_not, "0r"),
-    "where": Expression("where({0}, {1}, {2})", "tl.where({0}, {1}, {2})", torch.where, "0"),
+    "where": Expression("where_({0}, {1}, {2})", "tl.where({0}, {1}, {2})", torch.where, "0"),
 }
 
 

@@ -45,7 +45,10 @@ def decisions(made: Sequence[Decision]) -> None:
         else:
             counters["normpass"][f"refused {decision.name}: {decision.reason}"] += 1
             log.info(
-                "refused %s of %s: %s", decision.name, decision.module or "the graph", decision.reason
+                "refused %s of %s: %s",
+                decision.name,
+                decision.module or "the graph",
+                decision.reason,
             )
     if made:
         torch._logging.trace_structured(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Where the operating system does not tell the last cache's size, this is assumed.
+USUAL_CACHE = 32 * 1024 * 1024
 # Below this many elements a second worker costs more than it brings.
 ELEMENTS_PER_WORKER = 16 * 1024
 
@@ -45,6 +48,7 @@ class _Launch:
     outputs: tuple[_Layout, ...]
     sizes: ctypes.Array[ctypes.c_int64]
     most_workers: int
+    past_caches: bool
 
 
 class Kernel:
@@ -78,7 +82,8 @@ class Kernel:
             for want in launch.outputs
         ]
         workers = min(torch.get_num_threads(), launch.most_workers)
-        function(self._pointers(*[t.data_ptr() for t in tensors]), launch.sizes, workers)
+        pointers = self._pointers(*[tensor.data_ptr() for tensor in tensors])
+        function(pointers, launch.sizes, workers, launch.past_caches)
         return tensors[len(inputs) :]
 
     def _load(self) -> ctypes._NamedFuncPointer | None:
@@ -86,7 +91,10 @@ class Kernel:
         if self._library is None:
             return None
         try:
-            self._function = self._library.result().kernel
+            function = self._library.result().kernel
+            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_bool)
+            function.restype = None
+            self._function = function
         except (toolchain.CompileError, OSError, AttributeError) as error:
             self._library = None
             log.warning(
@@ -106,12 +114,16 @@ class Kernel:
                 buffer.dtype, region.shape(buffer, extents), region.strides(buffer, extents)
             )
 
+        inputs = tuple(layout(buffer) for buffer in region.inputs)
+        outputs = tuple(layout(output.buffer) for output in region.outputs)
         elements = product(extents[axis.name] for axis in region.axes)
+        traffic = sum(product(t.shape) * t.dtype.itemsize for t in (*inputs, *outputs))
         return _Launch(
-            tuple(layout(buffer) for buffer in region.inputs),
-            tuple(layout(output.buffer) for output in region.outputs),
+            inputs,
+            outputs,
             (ctypes.c_int64 * max(len(sizes), 1))(*sizes),
             max(1, elements // ELEMENTS_PER_WORKER),
+            traffic > last_cache(),
         )
 
     def _relayout(self, tensor: Tensor, want: _Layout) -> Tensor:
@@ -131,6 +143,16 @@ class Kernel:
         ):
             return tensor
         return torch.empty_strided(want.shape, want.strides, dtype=want.dtype).copy_(tensor)
+
+
+@cache
+def last_cache() -> int:
+    """Bytes that the last cache holds, as Linux tells it."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return USUAL_CACHE
 
 
 @lru_cache(maxsize=4096)

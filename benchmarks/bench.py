@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +33,7 @@ from normpass.benchmarks.cases import (
     select,
     spell,
 )
-from normpass.benchmarks.measure import VARIANTS, Result, keep_freed_memory, measure
+from normpass.benchmarks.measure import VARIANTS, Result, Timing, keep_freed_memory, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +84,7 @@ def means(results: Sequence[Result], variants: Sequence[str]) -> list[dict[str, 
     rows = []
     for (norm, phase, dtype), members in groups.items():
         row: dict[str, Any] = {"norm": norm, "phase": phase, "dtype": dtype}
-        row["shapes"] = [spell(tuple(member.shape)) for member in members]
+        row["shapes"] = [spell(member.shape) for member in members]
         for variant in variants:
             row[f"{variant}_over_add"] = geometric_mean(present(members, "over_add", variant))
         for against in variants[:-1]:
@@ -112,10 +113,7 @@ def result_table(results: Sequence[Result], variants: Sequence[str]) -> Table:
     for heading in ("GB/s", "add GB/s", "x add"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
-        label = f"{result.norm} {spell(tuple(result.shape))} {result.dtype} {result.phase}"
-        table.add_row(label, *cells(result, variants))
-        for variant, reason in result.wrong.items():
-            table.add_row(f"  {variant} not timed: {reason}", style="red")
+        table.add_row(result.label, *cells(result, variants))
     return table
 
 
@@ -125,16 +123,18 @@ def cells(result: Result, variants: Sequence[str]) -> Iterator[str]:
     times = {**result.timings, **({"add": result.add} if result.add else {})}
     for variant in (*variants, "add"):
         timing = times.get(variant)
-        yield (
-            "wrong"
-            if timing is None
-            else (f"{timing.median * 1e3:.3f} ({timing.low * 1e3:.3f}-{timing.high * 1e3:.3f})")
-        )
+        yield "wrong" if timing is None else spread(timing)
     for against in variants[:-1]:
         yield number(result.ratio(ours, against), "{:.2f}x")
     yield number(result.bandwidth(ours), "{:.1f}", 1e-9)
-    yield number(result.add and result.add_bytes / result.add.median, "{:.1f}", 1e-9)
+    yield number(result.add_bytes / result.add.median if result.add else None, "{:.1f}", 1e-9)
     yield number(result.over_add(ours), "{:.2f}")
+
+
+def spread(timing: Timing) -> str:
+    """The median in milliseconds with half the interquartile range: `1.492 ±5%`."""
+    half = (timing.high - timing.low) / 2 / timing.median
+    return f"{timing.median * 1e3:.3f} ±{half:.0%}"
 
 
 def number(value: float | None, form: str, scale: float = 1) -> str:
@@ -162,10 +162,12 @@ def means_table(rows: Sequence[dict[str, Any]], variants: Sequence[str]) -> Tabl
     return table
 
 
-def save(results: Sequence[Result], variants: Sequence[str], device: str, folder: Path) -> Path:
+def save(
+    results: Sequence[Result], variants: Sequence[str], device: str, folder: Path, steady: bool
+) -> Path:
     """Write everything measured as JSON; the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {**machine(device), "freed_memory_kept": steady}
+    about = {**machine(device), "freed_memory_kept": steady, "load": os.getloadavg()[0]}
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     path = folder / f"{torch.device(device).type}-{stamp}.json"
     document = {
@@ -196,7 +198,7 @@ def plot(results: Sequence[Result], variants: Sequence[str], path: Path) -> bool
             places = [row + i * height for row in range(len(members))]
             lengths = [member.over_add(variant) or 0.0 for member in members]
             axis.barh(places, lengths, height, label=variant)
-        labels = [f"{member.norm} {spell(tuple(member.shape))}" for member in members]
+        labels = [f"{member.norm} {spell(member.shape)}" for member in members]
         axis.set_yticks([row + 0.4 - height / 2 for row in range(len(members))], labels)
         axis.invert_yaxis()
         axis.axvline(1, color="black", linewidth=0.8)
@@ -235,7 +237,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     parser = argparse.ArgumentParser("normpass bench", description=__doc__.split("\n")[0])
-    more = {"action": "append", "default": []}
+    more: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--norm", choices=list(NORMS), help="only this norm; repeatable", **more)
     parser.add_argument("--shape", type=shape, help="such as 4096x1024; repeatable", **more)
     parser.add_argument("--dtype", choices=list(DTYPES), help="repeatable", **more)
@@ -276,8 +278,16 @@ def main(argv: Sequence[str] | None = None, variants: Sequence[str] = VARIANTS) 
             console, args.device, args.repeats or compile_time.REPEATS, args.out
         )
     steady = not args.system_allocator and keep_freed_memory()
+    if os.getloadavg()[0] > 0.5:
+        console.print(
+            f"Note: something else is running here (load {os.getloadavg()[0]:.1f}); times of "
+            "kernels that use every core suffer from that more than their ratios show."
+        )
     results = run(cases, args.device, args.repeats or REPEATS, console, variants)
     console.print(result_table(results, variants))
+    for result in results:
+        for variant, reason in result.wrong.items():
+            console.print(f"{result.label}: {variant} is wrong and not timed: {reason}")
     console.print(means_table(means(results, variants), variants))
     path = save(results, variants, args.device, args.out, steady)
     console.print(f"saved {path}")

@@ -132,7 +132,7 @@ def parse_shape(text: str) -> Shape:
 # References: float64 in, float64 out, from primitives alone. x is *n d, n c h w or *n t.
 
 
-def standardized(x: Tensor, dims: Sequence[int]) -> Tensor:
+def standardized(x: Tensor, dims: list[int]) -> Tensor:
     """(x - mean) / sqrt(var + eps) over dims, the variance centred and biased."""
     centred = x - x.mean(dims, keepdim=True)
     return centred / (centred.square().mean(dims, keepdim=True) + EPS).sqrt()

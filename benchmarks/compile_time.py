@@ -36,8 +36,8 @@ REPEATS = 3
 def compile_seconds(name: str, backend: str, device: str) -> float:
     """First step less a later one, in this process: nothing may be compiled or cached before."""
     where = torch.device(device)
-    warm_up_compiler(where)
     model = build(name, device)
+    warm_up_compiler(where)
     optimizer = torch.optim.AdamW(model.parameters())
     images = torch.rand(BATCH, 1, 8, 8, device=where)
     labels = torch.randint(CLASSES, (BATCH,), device=where)

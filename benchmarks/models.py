@@ -127,7 +127,7 @@ class ResidualBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(out)
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(out)
-        self.short = nn.Identity()
+        self.short: nn.Module = nn.Identity()
         if stride != 1 or channels != out:
             self.short = nn.Conv2d(channels, out, 1, stride, bias=False)
 

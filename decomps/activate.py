@@ -62,7 +62,12 @@ class _State:
         """Installs or uninstalls so that torch's state is what the holders want."""
         wanted = self.explicit is not None or bool(self.blocks)
         if wanted and self.installed is None:
-            self.installed = _Installed.install()
+            try:
+                self.installed = _Installed.install()
+            except BaseException:
+                self.explicit = None
+                self.blocks.clear()
+                raise
         if self.installed is not None:
             self.installed.place.graph_pass = self.wanted_pass
         if not wanted and self.installed is not None:
@@ -158,9 +163,11 @@ class _Installed:
         from normpass.decomps.registry import decompositions
 
         ours = decompositions()
-        tables = [_TablePatch.apply(table, ours) for table in _inductor_tables()]
         place = _Place()
-        return cls(tables, place, _PassPatch.apply(place))
+        # The configuration first: it is what another version of torch may not have.
+        passes = _PassPatch.apply(place)
+        tables = [_TablePatch.apply(table, ours) for table in _inductor_tables()]
+        return cls(tables, place, passes)
 
     def uninstall(self) -> None:
         self.place.active = False

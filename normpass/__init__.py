@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from normpass.backend.entry import fuse
     from normpass.backend.explain import Report, explain
     from normpass.decomps.activate import unregister
     from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
-    from normpass.passes.pipeline import fuse
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _HOME = {
     "decompositions": "normpass.decomps.registry",
     "derivative": "normpass.decomps.registry",
     "explain": "normpass.backend.explain",
-    "fuse": "normpass.passes.pipeline",
+    "fuse": "normpass.backend.entry",
     "rules": "normpass.decomps.registry",
     "unregister": "normpass.decomps.activate",
 }

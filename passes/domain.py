@@ -9,6 +9,7 @@ that no splitting can express (slices, [6, 4] as [8, 3]) does not belong to the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import sympy
@@ -126,6 +127,7 @@ class Domain:
             self.place(arg)
         kind = kind_of(node)
         if kind is Kind.POINTWISE:
+            self.check_numbers(node)
             dims = self.pointwise(node)
         elif kind is Kind.REDUCTION:
             dims = self.reduction(node)
@@ -151,6 +153,24 @@ class Domain:
             axes = self.axes(node)
             if len(set(axes)) != len(axes):
                 raise NotExpressible(f"{node.name} runs along one axis twice")
+
+    def check_numbers(self, node: Node) -> None:
+        """Numbers of the graph may be arguments where they count the domain's elements."""
+        for arg in node.args:
+            if isinstance(arg, Node) and not isinstance(arg.meta.get("val"), torch.Tensor):
+                self.express(arg)
+
+    def express(self, number: Node) -> tuple[int, ...]:
+        """The axes whose extents multiply to a number known only at run time."""
+        value = number.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            axes = {axis for node in self.dims for axis in self.axes(node)}
+            for count in range(1, 4):
+                for some in combinations(sorted(axes), count):
+                    total = sympy.prod([self.extent(axis) for axis in some])
+                    if sympy.expand(total - value.node.expr) == 0:
+                        return some
+        raise NotExpressible(f"{number.name} is a number known only at run time")
 
     def pointwise(self, node: Node) -> Dims:
         """Dimensions of broadcast arguments, aligned at the last one."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch.fx import Node
 
-from normpass.passes.domain import extent_of
+from normpass.passes.domain import NotExpressible, extent_of
 from normpass.passes.region import Arg, Axis, Buffer, Op, Output, Region, Stride, verify
 from normpass.passes.vocabulary import (
     COMPOSED,
@@ -275,17 +274,11 @@ class _Lowering:
         return self.values[arg] if isinstance(arg, Node) else arg
 
     def number(self, node: Node) -> Arg:
-        """A number of the graph as a value: known now, or the extent of axes."""
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            expression = extent_of(value)
-            for count in range(1, 4):
-                for axes in combinations(self.axis_names, count):
-                    if sympy.expand(self.count_expression(axes) - expression) == 0:
-                        return self.count(axes)
-        elif isinstance(value, int | float):
-            return float(value)
-        raise NotLowered(f"{node.name} is a number known only at run time")
+        """A number of the graph as a value: the extent of axes."""
+        try:
+            return self.count(self.domain.express(node))
+        except NotExpressible as error:
+            raise NotLowered(str(error)) from error
 
     def node(self, node: Node) -> None:
         kind = kind_of(node)

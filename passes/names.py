@@ -23,8 +23,10 @@ NORM_OPS = re.compile(
 
 
 def phase(nodes: Sequence[Node]) -> str:
-    """ "forward" or "backward", from what AOTAutograd's nodes remember."""
-    return "backward" if any(_is_backward(node) for node in nodes) else "forward"
+    """ "forward" or "backward", from what AOTAutograd's reductions remember (pointwise nodes of one graph may
+    have been computed for the other)."""
+    reductions = [node for node in nodes if kind_of(node) is Kind.REDUCTION]
+    return "backward" if any(_is_backward(node) for node in reductions) else "forward"
 
 
 def _is_backward(node: Node) -> bool:
@@ -87,6 +89,7 @@ def dotted(path: str) -> str:
 
 
 def _source(node: Node) -> str:
-    """The user's line: the last frame of the stack trace kept with a node."""
+    """The user's line: the last frame outside torch of the stack trace kept with a node."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{found[-1][0]}:{found[-1][1]}" if found else ""
+    users = [frame for frame in found if "/torch/" not in frame[0]] or found
+    return f"{users[-1][0]}:{users[-1][1]}" if users else ""

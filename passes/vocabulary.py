@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch._inductor import inductor_prims
 from torch.fx import Node
 
 if TYPE_CHECKING:
@@ -141,6 +142,10 @@ COMPOSED: dict[Any, Callable[..., Arg]] = {
         "add", x, _scaled(w, w.emit("mul", a, b), value)
     ),
 }
+
+# Inductor's own op, which its decompositions use from torch 2.12 on.
+if hasattr(inductor_prims, "fma"):
+    COMPOSED[inductor_prims.fma] = lambda w, x, y, z: w.emit("add", w.emit("mul", x, y), z)
 
 # One number everywhere; the name of the argument that says which.
 CONSTANTS = {

@@ -42,7 +42,8 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[str, T
     """(label, gradient, input) in all the ways in which tensors of one shape lie in memory."""
     g, x = pair(shape, dtype)
     yield "contiguous", g, x
-    yield "transposed", *(v.transpose(0, 1).contiguous().transpose(0, 1) for v in (g, x))
+    swapped = [v.transpose(0, 1).contiguous().transpose(0, 1) for v in (g, x)]
+    yield "transposed", swapped[0], swapped[1]
     yield "last two swapped", g, x.transpose(-1, -2).contiguous().transpose(-1, -2)
     yield "sliced", g, torch.stack([x, x], -1).select(-1, 0)
     yield "expanded gradient", g[:1, :1].expand(shape), x

@@ -47,7 +47,7 @@ inline Vectorized<T> load(const S* p, L lanes) {
     if constexpr (is_all<L>) return V::loadu(p);
     else return V::loadu(p, lanes);
   } else if constexpr (std::is_same_v<T, float> && (std::is_same_v<S, c10::BFloat16> || std::is_same_v<S, c10::Half>)) {
-    return at::vec::convert<float, 1, S, 1>(at::vec::VectorizedN<S, 1>(Vectorized<S>::loadu(p, lanes)))[0];
+    return at::vec::convert<float, 1, S, 1>(Vectorized<S>::loadu(p, lanes));
   } else {
     alignas(64) T buffer[V::size()] = {};
     for (int i = 0; i < lanes; ++i) buffer[i] = static_cast<T>(p[i]);
@@ -67,7 +67,8 @@ inline void store(S* p, Vectorized<T> value, L lanes) {
   if constexpr (std::is_same_v<S, T>) {
     value.store(p, lanes);
   } else if constexpr (std::is_same_v<T, float> && (std::is_same_v<S, c10::BFloat16> || std::is_same_v<S, c10::Half>)) {
-    at::vec::convert<S, 1, float, 1>(at::vec::VectorizedN<float, 1>(value))[0].store(p, lanes);
+    const Vectorized<S> narrow = at::vec::convert<S, 1, float, 1>(value);
+    narrow.store(p, lanes);
   } else {
     alignas(64) T buffer[Vectorized<T>::size()];
     value.store(buffer);
@@ -81,6 +82,39 @@ inline void scatter(S* p, int64_t stride, Vectorized<T> value, L lanes) {
   value.store(buffer);
   for (int i = 0; i < lanes; ++i) p[i * stride] = static_cast<S>(buffer[i]);
 }
+
+// Writes past the caches where the caller says that they could not hold the result anyway: the old
+// content of a line is then never read. Needs whole, aligned vectors; writes as usual otherwise.
+template <class T, class S, class L>
+inline void write(S* p, Vectorized<T> value, L lanes, bool past_caches) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float> && is_all<L>) {
+    if constexpr (std::is_same_v<S, float>) {
+      if (past_caches && reinterpret_cast<uintptr_t>(p) % 64 == 0) return _mm512_stream_ps(p, value);
+    } else if constexpr (sizeof(S) == 2) {
+      if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0) {
+        const Vectorized<S> narrow = at::vec::convert<S, 1, float, 1>(value);
+        const __m512i bits = narrow;
+        return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(bits));
+      }
+    }
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && is_all<L>) {
+    if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0) return _mm256_stream_ps(p, value);
+  }
+#endif
+  store(p, value, lanes);
+}
+
+// Orders a worker's writes past the caches before whatever follows.
+inline void settle() {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  _mm_sfence();
+#endif
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // ---- truth values
 
@@ -97,19 +131,19 @@ inline Vectorized<T> mask(Vectorized<T> number) {
 template <class T>
 inline bool mask_of(T number) { return number != T(0); }
 
-inline float where(bool condition, float a, float b) { return condition ? a : b; }
-inline double where(bool condition, double a, double b) { return condition ? a : b; }
+inline float where_(bool condition, float a, float b) { return condition ? a : b; }
+inline double where_(bool condition, double a, double b) { return condition ? a : b; }
 template <class T>
-inline Vectorized<T> where(Vectorized<T> condition, Vectorized<T> a, Vectorized<T> b) {
+inline Vectorized<T> where_(Vectorized<T> condition, Vectorized<T> a, Vectorized<T> b) {
   return Vectorized<T>::blendv(b, a, condition);
 }
-inline bool both(bool a, bool b) { return a && b; }
-inline bool either(bool a, bool b) { return a || b; }
+inline bool both_(bool a, bool b) { return a && b; }
+inline bool either_(bool a, bool b) { return a || b; }
 inline bool not_(bool a) { return !a; }
 template <class T>
-inline Vectorized<T> both(Vectorized<T> a, Vectorized<T> b) { return a & b; }
+inline Vectorized<T> both_(Vectorized<T> a, Vectorized<T> b) { return a & b; }
 template <class T>
-inline Vectorized<T> either(Vectorized<T> a, Vectorized<T> b) { return a | b; }
+inline Vectorized<T> either_(Vectorized<T> a, Vectorized<T> b) { return a | b; }
 template <class T>
 inline Vectorized<T> not_(Vectorized<T> a) { return a ^ mask<T>(true); }
 

@@ -8,8 +8,8 @@ import norm_samples
 import oracles
 import pytest
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -41,24 +41,20 @@ def eager(op: OpOverload) -> Callable[..., Any]:
     if "native_group_norm" in op.name():
         # The kernel takes the layout of its arguments for granted (and reads past the strides of
         # others); autograd's formula makes them contiguous.
-        return lambda *arguments: op(*laid_out(arguments))
+        return lambda *arguments: op(*laid_out(op, arguments))
     keys = ("CPU", "CompositeImplicitAutograd")
     if any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys):
         return op
     return decomposition_table[op]
 
 
-def laid_out(arguments: tuple[Any, ...]) -> list[Any]:
-    """Activations contiguous in the memory format of the input, the last of them."""
-    activations = [v for v in arguments if isinstance(v, torch.Tensor) and v.dim() >= 2][:2]
-    x = max(activations, key=lambda v: v.dim())
-    x = activations[1] if activations[1:] and activations[1].shape == x.shape else activations[0]
-    memory_format = torch._prims_common.suggest_memory_format(x)
+def laid_out(op: OpOverload, arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments with gradient and input contiguous in the memory format of the input."""
+    names = [a.name for a in op._schema.arguments]
+    memory_format = suggest_memory_format(arguments[names.index("input")])
     return [
-        v.contiguous(memory_format=memory_format)
-        if isinstance(v, torch.Tensor) and v.shape == x.shape
-        else v
-        for v in arguments
+        v.contiguous(memory_format=memory_format) if name in ("input", "grad_out") else v
+        for name, v in zip(names, arguments, strict=True)
     ]
 
 
@@ -95,7 +91,7 @@ def expected_meta(rule: Rule, arguments: tuple[Any, ...], replaced: Any) -> list
         ]
     if rule.name.startswith(("aten.cudnn", "aten.miopen")):
         x = arguments[0]
-        like_x = torch.empty_like(x, memory_format=torch._prims_common.suggest_memory_format(x))
+        like_x = torch.empty_like(x, memory_format=suggest_memory_format(x))
         found[0] = meta(like_x)
     return found
 
@@ -114,6 +110,8 @@ def check(rule: Rule, arguments: tuple[Any, ...], label: str) -> None:
             ours[0] is not None and is_statistic_of_nothing(ours[0], index, rule)
         ):
             continue
+        assert replaced_i is not None
+        assert reference_i is not None
         oracles.assert_no_less_accurate(ours_i, replaced_i, reference_i, f"{label} [{index}]")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
@@ -169,14 +167,14 @@ INFOS = {
     "_native_batch_norm_legit": {"native_batch_norm_backward"},
     "_batch_norm_with_update": {"batch_norm_backward"},
 }
-OP_INFOS = [info for info in op_db if info.name in INFOS]
+OP_INFOS = [
+    info for info in op_db if info.name in INFOS and info.variant_test_name != "without_cudnn"
+]
 
 
 @pytest.mark.parametrize("info", OP_INFOS, ids=lambda i: f"{i.name}.{i.variant_test_name}")
 @by_dtype
 def test_samples_of_pytorch(info: Any, dtype: torch.dtype) -> None:
-    if dtype not in info.supported_backward_dtypes("cpu"):
-        pytest.skip(f"{info.name} is not differentiable in {dtype} on the CPU")
     mode = Intercept()
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
         with mode:
@@ -308,92 +306,3 @@ def test_batch_norm_of_an_empty_batch(shape: tuple[int, ...]) -> None:
     dx, *rest = backward(x, x, w, None, None, w, w, True, EPS, [True] * 3)
     assert dx.shape == x.shape
     assert all(v.eq(0).all() and v.shape == (6,) for v in rest)
-
-
-# --- tracing --------------------------------------------------------------------------------------
-
-COPIES = {"as_strided", "clone", "permute", "transpose", "t", "copy_", "contiguous"}
-
-
-def with_tensors(rule: Rule, arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Tensor]]:
-    """The rule as a function of its tensors alone, sizes of group norm read off the input."""
-    places = [i for i, v in enumerate(arguments) if isinstance(v, torch.Tensor)]
-    names = [a.name for a in rule.op._schema.arguments] if rule.op else []
-
-    def function(*values: Tensor) -> Any:
-        filled = list(arguments)
-        for place, value in zip(places, values, strict=True):
-            filled[place] = value
-        if "HxW" in names:
-            x = filled[names.index("input")]
-            size = 1
-            for extent in x.shape[2:]:
-                size = size * extent
-            filled[names.index("N") : names.index("HxW") + 1] = [*x.shape[:2], size]
-        if "normalized_shape" in names:
-            place = names.index("normalized_shape")
-            x = filled[names.index("input")]
-            filled[place] = [*x.shape[x.dim() - len(arguments[place]) :]]
-        return rule(*filled)
-
-    return function, [arguments[i] for i in places]
-
-
-def first_sample(rule: Rule, dtype: torch.dtype) -> tuple[Any, ...]:
-    assert rule.op is not None
-    return next(iter(norm_samples.samples(rule.op, dtype)))[1]
-
-
-@by_rule
-def test_trace_is_symbolic_and_copies_nothing(rule: Rule) -> None:
-    function, values = with_tensors(rule, first_sample(rule, torch.bfloat16))
-    traced = make_fx(function, tracing_mode="symbolic")(*values)
-    traced.graph.eliminate_dead_code()
-    called = {n.target._schema.name.split("::")[1] for n in traced.graph.nodes if overload(n)}
-    assert called
-    assert not called & COPIES
-    constants = {str(s): v for s, v in traced.shape_env.replacements.items() if v.is_number}
-    assert not constants, f"sizes were specialized: {constants}"
-
-
-def overload(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload)
-
-
-@by_rule
-def test_trace_holds_for_another_batch(rule: Rule) -> None:
-    arguments = first_sample(rule, torch.float32)
-    function, values = with_tensors(rule, arguments)
-    traced = make_fx(function, tracing_mode="symbolic")(*values)
-    names = [a.name for a in rule.op._schema.arguments] if rule.op else []
-    x = arguments[names.index("input")]
-    longer = [
-        torch.cat([v, v[:2] * 0.5]) if v.dim() > 1 and v.shape[0] == x.shape[0] else v
-        for v in values
-    ]
-    for ours, expected in zip(traced(*longer), function(*longer), strict=True):
-        assert (ours is None) == (expected is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, expected)
-
-
-@by_rule
-def test_each_activation_is_read_once_before_pointwise(rule: Rule) -> None:
-    """The graph reads x in one place; what needs it again uses x_hat."""
-    function, values = with_tensors(rule, first_sample(rule, torch.float32))
-    traced = make_fx(function)(*values)
-    traced.graph.eliminate_dead_code()
-    names = (
-        [a.name for a in rule.op._schema.arguments if "Tensor" in str(a.type)] if rule.op else []
-    )
-    place = [n for n in names if n in tensor_names(rule)].index("input")
-    x = [n for n in traced.graph.nodes if n.op == "placeholder"][place]
-    readers = [n for n in x.users if n.target is not aten.view.default] or [*x.users]
-    limit = 1 if "backward" in rule.name else 2
-    assert len(readers) <= limit
-
-
-def tensor_names(rule: Rule) -> list[str]:
-    arguments = first_sample(rule, torch.float32)
-    names = [a.name for a in rule.op._schema.arguments] if rule.op else []
-    return [n for n, v in zip(names, arguments, strict=True) if isinstance(v, torch.Tensor)]

@@ -1,0 +1,229 @@
+"""From a plan to Triton's kernels: which loops a launch runs, and what crosses from one launch to the next.
+
+Every loop at the top of the plan's tree is a launch of its own. What such a loop adds up over its programs leaves it
+as partial results, one set a program; a launch after it combines them in fixed order. That one also does
+what the plan does with the results alone, such as storing dgamma.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from normpass.backend.plan import (
+    Accumulate,
+    Accumulator,
+    Begin,
+    Compute,
+    Finish,
+    Keep,
+    Leaf,
+    Load,
+    Loop,
+    LoopAxis,
+    Node,
+    Plan,
+    Recall,
+    Store,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+class UnsupportedPlanError(NotImplementedError):
+    """A plan that this generator cannot print. The message names the region and what stood in the way."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One launch.
+
+    outer: the axes that are divided among programs, outermost first.
+    body: what happens within them; what stood between their loops comes first.
+    scalars: values of no axes that the body needs, in order.
+    shared: accumulators whose partial results leave the launch.
+    combined: accumulators whose partial results it combines.
+    """
+
+    outer: tuple[LoopAxis, ...]
+    body: tuple[Node, ...]
+    scalars: tuple[Leaf, ...] = ()
+    shared: tuple[Accumulator, ...] = ()
+    combined: tuple[Accumulator, ...] = ()
+
+    @property
+    def inner(self) -> tuple[LoopAxis, ...]:
+        """The axes that each program loops over or holds in blocks."""
+        loops = [node.axis for node in walk(self.body) if isinstance(node, Loop)]
+        return tuple(dict.fromkeys(loops))
+
+
+def walk(nodes: Sequence[Node]) -> Iterator[Node]:
+    """All nodes of a tree, parents first."""
+    for node in nodes:
+        yield node
+        if isinstance(node, Loop):
+            yield from walk(node.body)
+
+
+def split(plan: Plan) -> tuple[Stage, ...]:
+    """The launches of a plan, in order.
+
+    Raises:
+        UnsupportedPlanError: if something at the top of the tree is neither a loop nor a value.
+    """
+    return _Splitter(plan).stages()
+
+
+class _Splitter:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.loops: list[Loop] = []
+        self.scalars: dict[str, Leaf] = {}
+        self.stores: list[Store] = []
+        self.finished: dict[int, list[Accumulator]] = {}  # by the number of loops before
+        for node in plan.body:
+            self.sort(node)
+
+    def sort(self, node: Node) -> None:
+        match node:
+            case Loop():
+                self.loops.append(node)
+            case Finish(accumulator):
+                self.finished.setdefault(len(self.loops), []).append(accumulator)
+                if not accumulator.axes:
+                    self.scalars[accumulator.op.name] = Recall(accumulator.op.name, (), True)
+            case Load(access):
+                self.scalars[access.buffer.name] = node
+            case Compute(op):
+                self.scalars[op.name] = node
+            case Store():
+                self.stores.append(node)
+            case Begin():
+                pass
+            case _:
+                raise UnsupportedPlanError(
+                    f"region {self.plan.region.name}: expected a loop or a value at the top of the "
+                    f"plan, found {type(node).__name__}"
+                )
+
+    def stages(self) -> tuple[Stage, ...]:
+        stages: list[Stage] = []
+        taken: set[int] = set()
+        for k in range(len(self.loops) + 1):
+            groups: dict[tuple[str, ...], list[Accumulator]] = {}
+            for accumulator in self.finished.get(k, ()):
+                groups.setdefault(accumulator.axes, []).append(accumulator)
+            for axes, group in groups.items():
+                stages.append(self.combination(axes, group, k, taken))
+            if k < len(self.loops) and k not in taken:
+                stages.append(self.stage(*flatten(self.loops[k])))
+        if self.stores:
+            stages.append(self.stage((), tuple(self.stores)))
+        return tuple(stages)
+
+    def stage(
+        self,
+        outer: tuple[LoopAxis, ...],
+        body: tuple[Node, ...],
+        combined: tuple[Accumulator, ...] = (),
+    ) -> Stage:
+        shared = {
+            node.accumulator.op.name: node.accumulator
+            for node in walk(body)
+            if isinstance(node, Accumulate) and node.accumulator.shared
+        }
+        return Stage(outer, body, self.needed(body), tuple(shared.values()), combined)
+
+    def needed(self, body: Sequence[Node]) -> tuple[Leaf, ...]:
+        """The values of no axes that a body uses and does not define."""
+        wanted: set[str] = set()
+        defined = {d for node in walk(body) if (d := definition(node))}
+        stack = [use for node in walk(body) for use in uses(node) if use not in defined]
+        while stack:
+            name = stack.pop()
+            if name in self.scalars and name not in wanted:
+                wanted.add(name)
+                stack += uses(self.scalars[name])
+        return tuple(leaf for name, leaf in self.scalars.items() if name in wanted)
+
+    def combination(
+        self, axes: tuple[str, ...], group: list[Accumulator], position: int, taken: set[int]
+    ) -> Stage:
+        """The launch that combines partial results, with later loops that do nothing else but use them."""
+        names = [accumulator.op.name for accumulator in group]
+        body: list[Node] = [Recall(name, axes, True) for name in names]
+        for k in range(position, len(self.loops)):
+            outer, leaves = flatten(self.loops[k])
+            if k not in taken and axes and self.is_epilogue(k, outer, leaves, axes, names):
+                taken.add(k)
+                body += [node for node in leaves if node not in body]
+        later = [self.loops[k] for k in range(position, len(self.loops)) if k not in taken]
+        recalled = {node.value for node in walk(later) if isinstance(node, Recall)}
+        body += [Keep(name, axes, True) for name in names if name in recalled or not axes]
+        return self.stage(tuple(self.plan.axis[axis] for axis in axes), tuple(body), tuple(group))
+
+    def is_epilogue(
+        self,
+        k: int,
+        outer: tuple[LoopAxis, ...],
+        leaves: tuple[Node, ...],
+        axes: tuple[str, ...],
+        names: Sequence[str],
+    ) -> bool:
+        """Whether a loop needs nothing but these results and inputs."""
+        recalled = {node.value for node in leaves if isinstance(node, Recall)}
+        return (
+            not self.loops[k].parallel
+            and tuple(axis.name for axis in outer) == axes
+            and not any(isinstance(node, Loop) for node in leaves)
+            and recalled <= set(names)
+            and not any(isinstance(leaf, Recall) for leaf in self.needed(leaves))
+        )
+
+
+def flatten(loop: Loop) -> tuple[tuple[LoopAxis, ...], tuple[Node, ...]]:
+    """A loop's perfect nest: its axes as far as nothing but values stands between them, and what is within."""
+    axes, between = [loop.axis], []
+    while True:
+        loops = [node for node in loop.body if isinstance(node, Loop)]
+        others = [node for node in loop.body if not isinstance(node, Loop)]
+        if len(loops) != 1 or not all(isinstance(n, (Load, Compute, Recall)) for n in others):
+            return tuple(axes), (*between, *loop.body)
+        between += others
+        (loop,) = loops
+        axes.append(loop.axis)
+
+
+def definition(node: Node) -> str | None:
+    """The value that a node defines."""
+    match node:
+        case Load(access):
+            return access.buffer.name
+        case Compute(op):
+            return op.name
+        case Finish(accumulator):
+            return accumulator.op.name
+        case Recall(value, _, _):
+            return value
+    return None
+
+
+def uses(node: Node) -> list[str]:
+    """The values that a node itself needs."""
+    match node:
+        case Compute(op):
+            return [arg for arg in op.args if isinstance(arg, str)]
+        case Accumulate(accumulator):
+            return [operand(accumulator)]
+        case Keep(value, _, _):
+            return [value]
+        case Store(output, _):
+            return [output.value]
+    return []
+
+
+def operand(accumulator: Accumulator) -> str:
+    """The value that a reduction adds up."""
+    return str(accumulator.op.args[0])

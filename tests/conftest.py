@@ -1,0 +1,70 @@
+"""What every test gets: a private compiler cache, a clean Dynamo, a fixed seed.
+
+The environment is set here, at import, before any test module imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OWNER = "NORMPASS_TEST_CACHE_OWNER"
+
+# One cache folder for the whole run, shared by the workers of pytest-xdist, which inherit the
+# environment: the user's own cache is neither used nor filled.
+if OWNER not in os.environ:
+    os.environ[OWNER] = str(os.getpid())
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="normpass-tests-")
+# The graphs of tests are small: a pool of compiling processes costs more than it saves.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores: threads that wait must not spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache folder, in the process that made it."""
+    if os.environ.get(OWNER) == str(os.getpid()):
+        shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu` where there is none, and say so."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device and there is none")
+
+
+@pytest.fixture(autouse=True)
+def _clean_compiler() -> Iterator[None]:
+    """No compiled code, counters, registration or random state of one test reaches the next."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        import torch._dynamo.utils
+
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder for one test that counts what is compiled or found there."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    return folder

@@ -1,0 +1,181 @@
+"""The console script: what it prints, and what it says when it is called wrongly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import normpass
+from normpass import commands
+from normpass.__main__ import COMMANDS, main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(512)
+
+    def forward(self, x):
+        return self.norm(x) + x
+
+class NeedsWidth(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+
+net = Net()
+number = 3
+
+def double(x, y=1):
+    return 2 * x + y
+
+def example_inputs():
+    return (torch.randn(1024, 512),)
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import sys
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    file = tmp_path / "some_model.py"
+    file.write_text(MODEL)
+    return file
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--version"]])
+def test_help_lists_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+    assert normpass.__version__ in text
+
+
+def test_no_command_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_an_unknown_command_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exlpain"]) == 2
+    text = capsys.readouterr().err
+    assert "'exlpain'" in text
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([command, "--help"])
+    assert done.value.code == 0
+    assert f"normpass {command}" in capsys.readouterr().out
+
+
+def test_an_instance_is_loaded_with_its_inputs(model_file: Path) -> None:
+    target = commands.load_target(f"{model_file}:net")
+    assert isinstance(target.function, torch.nn.Module)
+    assert [x.shape for x in target.args] == [(1024, 512)]
+    assert target.kwargs == {}
+
+
+def test_a_class_is_built_and_a_function_is_taken(model_file: Path) -> None:
+    assert isinstance(commands.load_target(f"{model_file}:Net").function, torch.nn.Module)
+    assert commands.load_target(f"{model_file}:double").function(2) == 5
+
+
+@pytest.mark.parametrize(
+    ("inputs", "args", "kwargs"),
+    [
+        ("(1, 2)", (1, 2), {}),
+        ("[1, 2]", (1, 2), {}),
+        ("{'x': 1}", (), {"x": 1}),
+        ("5", (5,), {}),
+        ("lambda: (1,)", (1,), {}),
+    ],
+)
+def test_inputs_in_every_form(
+    model_file: Path, inputs: str, args: tuple[int, ...], kwargs: dict[str, int]
+) -> None:
+    model_file.write_text(f"def f(*args, **kwargs): ...\nexample_inputs = {inputs}\n")
+    target = commands.load_target(f"{model_file}:f")
+    assert (target.args, target.kwargs) == (args, kwargs)
+
+
+def test_inputs_of_the_target_come_before_those_of_the_file(model_file: Path) -> None:
+    model_file.write_text("def f(x): ...\nf.example_inputs = (1,)\nexample_inputs = (2,)\n")
+    assert commands.load_target(f"{model_file}:f").args == (1,)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("{file}", "expected FILE:NAME"),
+        ("nowhere.py:net", "expected a Python file, found none at nowhere.py"),
+        ("{file}:nte", "has no 'nte'; it has .*net"),
+        ("{file}:number", "got int"),
+        ("{file}:NeedsWidth", "cannot be built without arguments .*width"),
+    ],
+)
+def test_a_wrong_target_says_what_was_expected(
+    model_file: Path, target: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["explain", target.format(file=model_file)])
+    assert done.value.code == 2
+    import re
+
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_missing_inputs_are_asked_for(model_file: Path) -> None:
+    model_file.write_text("def f(x): ...\n")
+    with pytest.raises(commands.BadTarget, match=r"expected example_inputs\(\) beside .*:f"):
+        commands.load_target(f"{model_file}:f")
+
+
+def test_an_error_in_the_users_file_is_its_own(model_file: Path) -> None:
+    model_file.write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        commands.load_target(f"{model_file}:f")
+
+
+def test_explain_prints_and_saves(
+    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    assert main(["explain", f"{model_file}:net", "--html", str(page), "--source"]) == 0
+    text = capsys.readouterr().out
+    assert "norm" in text
+    assert "backward" in text
+    assert page.read_text().lstrip().lower().startswith("<!doctype html")
+
+
+def test_kernels_prints_sources(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", f"{model_file}:net"]) == 0
+    text = capsys.readouterr().out
+    assert "backward of norm" in text
+    assert "{" in text
+
+
+def test_kernels_of_a_model_without_norms(
+    model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kernels", f"{model_file}:double"]) == 1
+    assert "nothing was fused" in capsys.readouterr().out
+
+
+def test_coverage_lists_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage"]) == 0
+    text = capsys.readouterr().out
+    rules = normpass.rules()
+    assert f"{len(rules)} rules" in text
+    assert all(rule.name.split(".")[1][:12] in text for rule in rules if rule.op is not None)

@@ -1,0 +1,213 @@
+"""The rules of the house: who may import whom, what a rule must say, what an import may cost."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import normpass
+
+ROOT = Path(__file__).parents[1]
+STAGES = ("decomps", "passes", "backend")
+# The stages that code in a folder may import from, besides its own.
+MAY_IMPORT = {
+    "decomps": set(),
+    "passes": {"decomps"},
+    "backend": {"decomps", "passes"},
+}
+LONGEST = 450
+
+
+def sources(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported_names(source: str) -> set[str]:
+    """Every dotted name that an import statement mentions, wherever it stands in a file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names.add(module)
+            names.update(f"{module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def trespasses(stage: str, source: str) -> set[str]:
+    """The imports in a stage's source that go against the direction, or are not absolute."""
+    allowed = MAY_IMPORT[stage] | {stage}
+    wrong = set()
+    for name in imported_names(source):
+        first, _, rest = name.partition(".")
+        relative = name.startswith(".")
+        # `import backend` works by chance in the root of a checkout, and nowhere else.
+        bare = first in STAGES
+        # Without a stage it is the public face, which stands above all stages.
+        upward = first == "normpass" and rest.split(".")[0] not in allowed
+        if relative or bare or upward:
+            wrong.add(name)
+    # `from normpass.x import y` mentions normpass.x too: what is left is what was forbidden.
+    return wrong
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_imports_go_one_way(stage: str) -> None:
+    files = sources(stage)
+    assert files
+    found = {
+        str(file.relative_to(ROOT)): wrong
+        for file in files
+        if (wrong := trespasses(stage, file.read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("stage", "statement"),
+    [
+        ("decomps", "from normpass.passes import region"),
+        ("decomps", "import normpass.backend.entry"),
+        ("passes", "from normpass.backend.entry import normpass"),
+        ("passes", "import normpass"),
+        ("backend", "from normpass import explain"),
+        ("backend", "from normpass.benchmarks import demo"),
+        ("backend", "from .plan import Plan"),
+        ("backend", "from backend.plan import Plan"),
+        ("decomps", "def f():\n    from normpass.passes import region"),
+    ],
+)
+def test_a_wrong_import_is_found(stage: str, statement: str) -> None:
+    assert trespasses(stage, statement)
+
+
+def test_a_right_import_is_not_found() -> None:
+    source = "import torch\nfrom normpass.decomps.registry import rules\nimport normpass.passes.x"
+    assert not trespasses("backend", source)
+
+
+def test_no_file_is_long() -> None:
+    folders = (*STAGES, "normpass", "benchmarks", "tests")
+    long = {
+        str(file.relative_to(ROOT)): lines
+        for file in sources(*folders)
+        if (lines := len(file.read_text().splitlines())) > LONGEST
+    }
+    assert not long
+
+
+def test_every_rule_has_source_and_shapes() -> None:
+    rules = normpass.rules()
+    assert rules
+    for rule in rules:
+        assert rule.kind
+        assert rule.name
+        assert rule.source.strip(), f"{rule.name} names no source"
+        before, arrow, after = rule.shapes.partition("->")
+        assert arrow, f"{rule.name}: {rule.shapes}"
+        assert before.strip(), f"{rule.name}: {rule.shapes}"
+        assert after.strip(), f"{rule.name}: {rule.shapes}"
+        assert callable(rule.function)
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in normpass.__all__:
+        value = getattr(normpass, name)
+        assert name == "__version__" or (value.__doc__ or "").strip(), name
+        assert name in dir(normpass)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'normpass' has no attribute 'rulse'"):
+        _ = normpass.rulse  # type: ignore[attr-defined]
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert importlib.metadata.version("normpass") == normpass.__version__
+
+
+def in_fresh_python(code: str) -> object:
+    """What a program prints as JSON in a process of its own, without our test's environment."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_import_is_cheap_and_changes_nothing() -> None:
+    seen = in_fresh_python(
+        """
+        import json, logging, sys, time, warnings
+        import torch
+
+        def state():
+            from torch._C import _dispatch_dump
+            return [
+                _dispatch_dump("aten::native_layer_norm"),
+                sorted(map(str, torch.ops.aten.native_batch_norm.default.py_kernels)),
+                torch.get_default_dtype() == torch.float32,
+                torch.is_grad_enabled(),
+                sorted(logging.root.manager.loggerDict),
+                len(warnings.filters),
+            ]
+
+        before, modules = state(), set(sys.modules)
+        start = time.perf_counter()
+        import normpass
+        seconds = time.perf_counter() - start
+        print(json.dumps({
+            "same": state() == before,
+            "seconds": seconds,
+            "torch": [name for name in set(sys.modules) - modules if name.startswith("torch")],
+            "cuda": torch.cuda.is_initialized(),
+            "inductor": "torch._inductor.compile_fx" in sys.modules,
+        }))
+        """
+    )
+    assert isinstance(seen, dict)
+    assert seen["same"]
+    assert seen["torch"] == []
+    assert not seen["cuda"]
+    assert not seen["inductor"]
+    # Usually 2 ms; a busy machine may take longer, a stray import of torch._inductor takes seconds.
+    assert seen["seconds"] < 0.25
+
+
+def test_the_import_alone_does_not_import_torch() -> None:
+    code = "import json, sys, normpass; print(json.dumps('torch' in sys.modules))"
+    assert in_fresh_python(code) is False
+
+
+def test_torch_finds_the_backend_by_its_name() -> None:
+    import torch._dynamo
+
+    assert "normpass" in torch._dynamo.list_backends()
+    from normpass.backend.entry import normpass as entry
+
+    assert torch._dynamo.lookup_backend("normpass") is entry
+
+
+def test_nothing_of_ours_takes_a_global_name() -> None:
+    # From a folder that is not the checkout: its root is on the path of programs started there.
+    code = """
+        import json, importlib.util, os, sys
+        sys.path = [p for p in sys.path if p and not os.path.exists(os.path.join(p, "setup.py"))]
+        names = ["backend", "passes", "decomps", "benchmarks"]
+        print(json.dumps([name for name in names if importlib.util.find_spec(name)]))
+        """
+    assert in_fresh_python(code) == []
