@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,12 +121,14 @@ class FusionPass(CustomGraphPass):
         if not self.settings.fuse:
             return
         number = dump.graph(self.settings.debug, "20_before", graph)
+        before = record.before(graph)
         decisions = fuse_graph(
             graph, region_op, least_bytes=self.settings.least_bytes, accept=_accept
         )
         for decision in decisions:
             _start(decision)
         record.decisions(decisions)
+        record.after(before, graph, decisions)
         dump.graph(self.settings.debug, "30_fused", graph, number)
         dump.kernels(self.settings.debug, decisions, number)
 
@@ -143,6 +146,28 @@ class FusionPass(CustomGraphPass):
 def fusion_pass() -> FusionPass:
     """The pass with default options, for `normpass.register()`."""
     return FusionPass()
+
+
+def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
+    """The passes alone: a copy of a functional ATen graph with its norm regions fused.
+
+    gm: as from make_fx or AOTAutograd, decomposed with `decompositions()` or not, every node with its
+    example value in `node.meta["val"]`. least_bytes: regions that move fewer bytes stay; None for the measured default.
+
+    Raises:
+        ValueError: if a node has no example value.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            raise ValueError(
+                f"expected every node's example value in node.meta['val'], found none for "
+                f"{node.name}: trace with make_fx(..., tracing_mode='fake') or 'symbolic'"
+            )
+    fused = torch.fx.GraphModule(gm, deepcopy(gm.graph))
+    decisions = fuse_graph(fused.graph, region_op, least_bytes=least_bytes, accept=_accept)
+    record.decisions(decisions)
+    fused.recompile()
+    return fused
 
 
 def _accept(lowered: Any) -> str | None:

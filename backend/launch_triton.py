@@ -80,7 +80,7 @@ class TritonKernel:
         sizes: Sequence[int],
         device: torch.device,
     ) -> list[Tensor]:
-        """The first call compiles. Where that fails, the region runs unfused from then on, with one warning."""
+        """The first call compiles. Where that fails, the region runs unfused, with one warning."""
         from triton.runtime.errors import TritonError
 
         try:
@@ -123,22 +123,25 @@ def _of(region: Region) -> TritonKernel:
 
 
 def launch(region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Runs a region on its inputs' device and current stream; returns its outputs, new tensors all."""
+    """A region's outputs, computed on its inputs' device and current stream."""
     return _of(region)(inputs, sizes)
 
 
 def load(text: str) -> ModuleType:
-    """A module from its text. It goes by way of a file, because Triton reads the source of its functions.
+    """A module from its text. It goes by way of a file, because Triton reads the source of its
+    functions.
 
-    The file is named by its content and put in place in one step, so processes that write the same one do
-    not disturb each other; one with other content under that name is damaged and is written again.
-    """
+    The file is named by its content and put in place in one step, so processes that write the same
+    one do not disturb each other; one with other content under that name is damaged and is written
+    again."""
     name = f"normpass_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     directory = cache_dir() / "triton"
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.py"
     if not path.exists() or path.read_bytes() != text.encode():
-        with tempfile.NamedTemporaryFile("w", dir=directory, encoding="utf-8", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=directory, encoding="utf-8", delete=False
+        ) as file:
             file.write(text)
         os.replace(file.name, path)
     spec = importlib.util.spec_from_file_location(name, path)

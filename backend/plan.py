@@ -416,8 +416,11 @@ class _Scheduler:
         return max((self.depth_of[axis] for axis in axes), default=0)
 
     def closes(self, op: Op) -> int:
-        """How many loops are open where a reduction's result is complete."""
-        return min(self.depth_of[axis] for axis in op.axes) - 1
+        """How many loops are open where a reduction's result is complete: those outside of all that it
+        reduces. Loops that what it adds up does without are not among them: its nest skips them."""
+        first = min(self.depth_of[axis] for axis in op.axes)
+        varies = self.region.varies[str(op.args[0])]
+        return max((d for axis in varies if (d := self.depth_of[axis]) < first), default=0)
 
     def inside(self, axes: Iterable[str], depth: int) -> tuple[str, ...]:
         """The axes among these whose loops are not open yet, in loop order."""
@@ -468,6 +471,7 @@ class _Scheduler:
             for acc in closing
             for operand in self.operands(acc.op.name)
         ]
+        todo = self.postponed(depth, todo, known)
         todo += self.keeps(depth, todo, ready, known)
 
         nodes: list[Node] = []
@@ -484,6 +488,32 @@ class _Scheduler:
                 self.remember(depth, effect.node)
         self.arrays = outside  # what this body's arrays hold means nothing outside of it
         return nodes
+
+    def postponed(
+        self, depth: int, todo: list[tuple[int, _Effect]], known: frozenset[str]
+    ) -> list[tuple[int, _Effect]]:
+        """Pointwise values summed for an outer loop wait for the last phase if that reads what they need anyway: the first
+        phase waits for memory, the last one has its row in cache."""
+        last = max(phase for phase, _ in todo)
+        waits = [
+            isinstance(effect.node, Accumulate)
+            and self.closes(effect.node.accumulator.op) < depth < self.level(effect.axes)
+            for _, effect in todo
+        ]
+        final = [e.value for (p, e), w in zip(todo, waits, strict=True) if p == last and not w]
+        read = set(self.closure(final, known))
+        return [
+            (last, e) if w and self.needs_only(e.value, read, known) else (p, e)
+            for (p, e), w in zip(todo, waits, strict=True)
+        ]
+
+    def needs_only(self, value: str, read: set[str], known: frozenset[str]) -> bool:
+        """Whether a value is pointwise in inputs among these."""
+        needs = self.closure([value], known)
+        reduced = any(
+            n in self.region.producer and self.region.producer[n].is_reduction for n in needs
+        )
+        return not reduced and read.issuperset(n for n in needs if n in self.inputs)
 
     def begins(self, effect: _Effect, depth: int) -> bool:
         node = effect.node

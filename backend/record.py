@@ -1,24 +1,51 @@
-"""What became of every norm: counters, logs, traces, and whoever listens."""
+"""What became of every norm: counters, logs, traces, and whoever listens or watches."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.utils import counters
 
+from normpass.backend.listing import Line, is_backward, listing
 from normpass.passes.pipeline import Decision, Fused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch.fx import Graph
+
 log = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True)
+class Passed:
+    """One graph that went through the pass: before, after, and what was decided in it."""
+
+    phase: str
+    before: tuple[Line, ...]
+    after: tuple[Line, ...]
+    decisions: tuple[Decision, ...]
+
+
 _listeners: list[list[Decision]] = []
+_watchers: list[list[Passed]] = []
 _lock = Lock()
+
+
+@contextmanager
+def _attached(everybody: list[list[Any]], mine: list[Any]) -> Iterator[None]:
+    with _lock:
+        everybody.append(mine)
+    try:
+        yield
+    finally:
+        with _lock:
+            everybody[:] = [other for other in everybody if other is not mine]
 
 
 @contextmanager
@@ -26,13 +53,32 @@ def listen() -> Iterator[list[Decision]]:
     """Collects the decisions made while the block runs, in whatever thread (backward graphs of GPU
     models are compiled in autograd's)."""
     heard: list[Decision] = []
-    with _lock:
-        _listeners.append(heard)
-    try:
+    with _attached(_listeners, heard):
         yield heard
-    finally:
-        with _lock:
-            _listeners[:] = [other for other in _listeners if other is not heard]
+
+
+@contextmanager
+def watch() -> Iterator[list[Passed]]:
+    """Collects the graphs that go through the pass while the block runs, in whatever thread."""
+    seen: list[Passed] = []
+    with _attached(_watchers, seen):
+        yield seen
+
+
+def before(graph: Graph) -> tuple[Line, ...]:
+    """A graph's listing for those who watch; empty, and for free, if nobody does."""
+    return listing(graph) if _watchers else ()
+
+
+def after(before: tuple[Line, ...], graph: Graph, made: Sequence[Decision]) -> None:
+    """Hands a graph that went through the pass to those who watch."""
+    if not before:
+        return
+    phase = "backward" if is_backward(graph) else "forward"
+    passed = Passed(phase, before, listing(graph), tuple(made))
+    with _lock:
+        for seen in _watchers:
+            seen.append(passed)
 
 
 def decisions(made: Sequence[Decision]) -> None:

@@ -38,12 +38,15 @@ def _over_axes(
     extents: Mapping[str, int],
     compute: torch.dtype,
 ) -> Tensor:
-    """[dims of the buffer] -> [one dimension an axis], of size one where the tensor has not the axis."""
+    """[dims of the buffer] -> [one dimension an axis], of size one where the tensor does not vary over it."""
     order = [axis for dim in buffer.dims for axis in dim]
     split = tensor.reshape([extents[axis] for axis in order])
     present = [axis for axis in axes if axis in order]
     split = split.permute([order.index(axis) for axis in present])
     split = split.reshape([extents[axis] if axis in order else 1 for axis in axes])
+    for k, axis in enumerate(axes):
+        if axis in order and axis not in buffer.axes:  # expanded: one element stands for all
+            split = split[(slice(None),) * k + (slice(0, 1),)]
     return split if buffer.dtype is torch.bool else split.to(compute)
 
 

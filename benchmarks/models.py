@@ -4,7 +4,7 @@
     decoder   images -> patches -> causal decoder with a hand-written RMSNorm -> last token
     resnet    images -> convolutions with nn.BatchNorm2d -> mean over pixels -> 10 classes
 
-Images are scikit-learn's handwritten digits, f32[n 1 8 8] scaled to [0, 1], which come with the
+Images are scikit-learn's handwritten digits, f32[n 1 8 8] scaled to [-1, 1], which come with the
 package: nothing is downloaded.
 """
 
@@ -197,7 +197,7 @@ def digits(device: str = "cpu") -> Digits:
         ) from error
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[order].unsqueeze(1) / 16
+    images = torch.tensor(data.images, dtype=torch.float32)[order].unsqueeze(1) / 8 - 1
     labels = torch.tensor(data.target)[order]
     parts = images[:-TEST_IMAGES], labels[:-TEST_IMAGES], images[-TEST_IMAGES:]
     return Digits(*(part.to(device) for part in (*parts, labels[-TEST_IMAGES:])))

@@ -6,19 +6,27 @@ Only labels: nothing in the engine depends on a name.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from normpass.passes.regions import hint
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.fx import Node
 
 # Ops that say by themselves what was computed.
 NORM_OPS = re.compile(
-    r"(?:_native_|native_|cudnn_|miopen_|_fused_|_)?"
+    r"(?:_native_|native_|cudnn_|miopen_|_fused_|_safe_|_)?"
     r"(layer_norm|group_norm|batch_norm|instance_norm|rms_norm|log_softmax|softmax|weight_norm)"
+)
+# Lines of torch's, and of ours that call the user's function, are not the user's.
+NOT_THE_USERS = tuple(
+    f"{folder}/" for folder in (*torch.__path__, Path(__file__).parents[1] / "backend")
 )
 
 
@@ -38,17 +46,52 @@ def _original(node: Node) -> str:
     return getattr(op, "__name__", "").split(".")[0]
 
 
+def inner_reductions(nodes: Iterable[Node]) -> list[Node]:
+    """The reductions among these nodes (in the graph's order) whose result meets something larger again on a
+    path of views, reductions and pointwise ops: those make a norm. A neighbour's sum that only leaves, such as a
+    bias gradient, is none."""
+    behind: dict[Node, frozenset[Node]] = {}
+    inner: dict[Node, None] = {}
+    for node in nodes:
+        kind = kind_of(node)
+        if kind is Kind.OTHER:
+            continue
+        above = frozenset().union(*(behind.get(arg, ()) for arg in node.all_input_nodes))
+        if kind is Kind.POINTWISE:
+            size = _elements(node)
+            inner.update(dict.fromkeys(found for found in above if _elements(found) < size))
+        behind[node] = above | {node} if kind is Kind.REDUCTION else above
+    return sorted(inner, key=list(behind).index)
+
+
+def _elements(node: Node) -> int:
+    value = node.meta["val"]
+    tensor = value[0] if isinstance(value, tuple | list) else value
+    return hint(tensor.numel()) if isinstance(tensor, torch.Tensor) else 1
+
+
+def _telling(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that say what a region is about: its inner reductions, or what reductions it has."""
+    return inner_reductions(nodes) or [n for n in nodes if kind_of(n) is Kind.REDUCTION]
+
+
 def name(nodes: Sequence[Node]) -> str:
     """The norm's name: the op that was decomposed, or the class of the module it stands in."""
     suffix = "_backward" if phase(nodes) == "backward" else ""
-    # Reductions tell best what a region is about; pointwise neighbours may come from anywhere.
-    for node in sorted(nodes, key=lambda node: kind_of(node) is not Kind.REDUCTION):
-        if match := NORM_OPS.match(_original(node)):
-            return match[1] + suffix
-    for node in nodes:
-        if kind_of(node) is Kind.REDUCTION and (stack := _modules(node)):
-            return _snake_case(stack[-1][1]) + suffix
-    return "norm" + suffix
+    telling = _telling(nodes)
+    classes = [snake_case(stack[-1][1]) for node in telling if (stack := _modules(node))]
+    named = [
+        *_ops(telling),
+        *(kind for kind in classes if "norm" in kind),
+        *_ops(nodes),  # pointwise neighbours may come from anywhere
+        *classes,
+        "norm",
+    ]
+    return named[0] + suffix
+
+
+def _ops(nodes: Sequence[Node]) -> list[str]:
+    return [match[1] for node in nodes if (match := NORM_OPS.match(_original(node)))]
 
 
 def _modules(node: Node) -> list[tuple[str, str]]:
@@ -63,33 +106,42 @@ def _modules(node: Node) -> list[tuple[str, str]]:
     return found
 
 
-def _snake_case(text: str) -> str:
-    words = re.findall(r"[A-Z]+(?=[A-Z][a-z]|$|\d)|[A-Z]?[a-z]+|\d+", text)
+def snake_case(text: str) -> str:
+    words = re.findall(r"[A-Z]+\d*(?=[A-Z][a-z]|$)|[A-Z]?[a-z]+(?:\d+d?)?|[A-Z]\d*", text)
     joined = "_".join(word.lower() for word in words)
     return joined.replace("rmsnorm", "rms_norm").replace("layernorm", "layer_norm") or "norm"
 
 
 def module(nodes: Sequence[Node]) -> str:
-    """Where the reductions of these nodes come from: dotted paths as in named_modules(), or file:line."""
-    paths: dict[str, None] = {}
-    for node in nodes:
-        if kind_of(node) is Kind.REDUCTION and (stack := _modules(node)):
-            paths[dotted(stack[-1][0])] = None
-    if not any(paths):
-        return next((place for node in nodes if (place := _source(node))), "")
-    return ", ".join(path for path in paths if path)
+    """Where a region's inner reductions come from: dotted paths as in named_modules(), or file:line."""
+    telling = _telling(nodes)
+    paths = dict.fromkeys(path for node in telling if (path := innermost(node)))
+    return ", ".join(paths) or next((line for node in (*telling, *nodes) if (line := _line(node))), "")
+
+
+def innermost(node: Node) -> str:
+    """The dotted path of the innermost module a node was traced in; "" in the root or in none."""
+    stack = _modules(node)
+    return dotted(stack[-1][0]) if stack else ""
+
+
+def place(node: Node) -> str:
+    """Where one node comes from: its module's path, or file:line."""
+    return innermost(node) or _line(node)
 
 
 def dotted(path: str) -> str:
     """ "L['self'].layers[0]._modules['norm']" -> "layers.0.norm" """
-    path = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
+    path = re.sub(r"^[LG]\[['\"]\w+['\"]\]", "", path)
+    path = re.sub(r"^\.__closure__\[\d+\]\.cell_contents", "", path)
     path = path.replace("._modules", "").replace(".__getitem__", "")
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
     return re.sub(r"\((\w+)\)", r".\1", path).strip(".")
 
 
-def _source(node: Node) -> str:
-    """The user's line: the last frame outside torch of the stack trace kept with a node."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    users = [frame for frame in found if "/torch/" not in frame[0]] or found
+def _line(node: Node) -> str:
+    """The user's line: the innermost frame outside torch of the stack trace kept with a node."""
+    trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    users = [frame for frame in found if not frame[0].startswith(NOT_THE_USERS)]
     return f"{users[-1][0]}:{users[-1][1]}" if users else ""

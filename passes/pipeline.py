@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from normpass.passes import names
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
-from normpass.passes.regions import Grower, Grown, seeds
+from normpass.passes.regions import Grower, Grown, hint, seeds
 from normpass.passes.rewrite import SizeUnknown, put
 from normpass.passes.vocabulary import Kind, kind_of
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fused:
-    """A region that became one op."""
+    """A region that became one op.
+
+    sizes: its run-time sizes in the example the graph was traced with. nodes: what it replaced, by name. call: the
+    node that is there now.
+    """
 
     name: str
     module: str
@@ -33,6 +37,9 @@ class Fused:
     text: str
     estimate: Estimate
     device: str
+    sizes: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    call: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Refused:
     module: str
     phase: str
     reason: str
+    nodes: tuple[str, ...] = ()
 
 
 Decision = Fused | Refused
@@ -91,6 +99,7 @@ def _decide(
     """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
     nodes = grown.nodes
     label = names.name(nodes), names.module(nodes), names.phase(nodes)
+    members = tuple(node.name for node in nodes)
     try:
         lowered = lower(label[0], nodes, grown.domain)
         if not has_inner_reduction(lowered):
@@ -98,9 +107,12 @@ def _decide(
         cost = estimate(lowered)
         reason = refusal(lowered, cost, least_bytes=least_bytes) or accept(lowered)
         if reason is not None:
-            return Refused(*label, reason)
-        put(graph, nodes, lowered, op)
+            return Refused(*label, reason, members)
+        call = put(graph, nodes, lowered, op)
     except (NotLowered, SizeUnknown) as error:
-        return Refused(*label, str(error))
+        return Refused(*label, str(error), members)
     device = lowered.inputs[0].meta["val"].device.type
-    return Fused(*label, str(lowered.region), cost, device)
+    sizes = tuple(
+        hint(size.meta["val"]) if isinstance(size, Node) else int(size) for size in call.args[1]
+    )
+    return Fused(*label, str(lowered.region), cost, device, sizes, members, call.name)

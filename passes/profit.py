@@ -1,4 +1,4 @@
-"""Whether a region is worth a kernel of its own: bytes and passes, fused against unfused."""
+"""Whether a region is worth a kernel of its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ LEAST_BYTES = {"cpu": 512 * 1024, "cuda": 4 * 1024 * 1024}
 class Estimate:
     """Bytes to and from memory, at the sizes the graph was traced with.
 
-    least: every input read once, every output written once. moved: what the fused kernel moves. passes: how often it
-    goes over its largest input.
+    least: every input read once, every output written once. What a kernel really moves depends on its plan:
+    backend/traffic.py.
     """
 
     least: int
-    moved: int
-    passes: int
     elements: int
 
 
@@ -46,7 +44,7 @@ def nbytes(node: Node) -> int:
 def estimate(lowered: Lowered) -> Estimate:
     least = sum(nbytes(node) for node in (*lowered.inputs, *lowered.outputs))
     elements = max(hint(node.meta["val"].numel()) for node in (*lowered.inputs, *lowered.outputs))
-    return Estimate(least, least, 1, elements)
+    return Estimate(least, elements)
 
 
 def refusal(lowered: Lowered, estimate: Estimate, *, least_bytes: int | None = None) -> str | None:

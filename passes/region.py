@@ -343,6 +343,9 @@ def verify(region: Region) -> None:
             f"{op.name}: axes mean a reduction",
         )
         defined.add(op.name)
+    for op in filter(lambda op: op.is_reduction, region.ops):
+        constant = set(op.axes).difference(*(region.varies[str(arg)] for arg in op.args))
+        expect(not constant, f"{op.name}: its value does not vary over {sorted(constant)}")
     for output in region.outputs:
         expect(
             output.value in defined, f"output {output.buffer.name} is {output.value}, not defined"

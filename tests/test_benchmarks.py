@@ -223,7 +223,7 @@ def test_the_digits_are_split_once_and_for_all() -> None:
     data = digits()
     assert data.images.shape == (1437, 1, 8, 8)
     assert data.test_images.shape == (360, 1, 8, 8)
-    assert data.images.min() == 0
+    assert data.images.min() == -1
     assert data.images.max() == 1
     assert sorted(data.test_labels.unique().tolist()) == list(range(10))
     assert torch.equal(data.test_labels, digits().test_labels)

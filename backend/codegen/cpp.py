@@ -46,11 +46,12 @@ TYPES = {
     torch.bool: "bool",
 }
 COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
-# Rows of this many bytes go through a kernel JAM at a time (layer norm's backward gains 1.15x to 1.35x at 32 KiB).
-# Shorter ones are better off one by one with the next one prefetched (1.1x to 1.3x at 1 to 4 KiB), of longer ones four do
-# not stay in a core's cache.
+# Rows of this many bytes or more go through a kernel JAM at a time, shorter ones one by one with the row after the
+# next prefetched. On layer norm's backward (float32, AVX-512), against the other way: 1.8x at 4 KiB, 1.1x at 1 KiB;
+# 1.2x at 32 KiB, 1.4x at 128 KiB.
 JAM = 4
-JAM_BYTES = range(16 * 1024, 64 * 1024)
+JAM_BYTES = 16 * 1024
+PREFETCH_ROWS = 2
 
 
 def generate(plan: Plan) -> str:
@@ -87,7 +88,6 @@ class _Printer:
         self.buffers = [*self.region.inputs, *(o.buffer for o in self.region.outputs)]
         self.lines: list[str] = []
         self.indent = 0
-        self.bodies = 0
         self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
         self.following: str | None = None  # the axis whose next row is worth prefetching
         self.last_pass = False  # whether the loop being printed is the last over its row
@@ -98,7 +98,7 @@ class _Printer:
         axes = self.plan.axes
         itemsize = 8 if self.double else 4
         matrix = len(axes) == 2 and axes[1].name == self.plan.vector
-        pays = self.plan.vector in self.plan.local and axes[-1].hint * itemsize in JAM_BYTES
+        pays = self.plan.vector in self.plan.local and axes[-1].hint * itemsize >= JAM_BYTES
         return axes[0].name if matrix and pays else None
 
     # -- text
@@ -121,10 +121,9 @@ class _Printer:
         self.line("using namespace normpass;")
         self.line(f"using scalar = {'double' if self.double else 'float'};")
         self.line("using Vec = Vectorized<scalar>;")
-        self.line("constexpr int W = Vec::size();")
         self.line()
-        self.line('extern "C" void kernel(void* const* tensors, const int64_t* sizes, int workers,')
-        with self.block("                       bool past_caches)"):
+        parameters = "void* const* tensors, const int64_t* sizes, int workers, bool past_caches"
+        with self.block(f'extern "C" void kernel({parameters})'):
             self.arguments()
             self.top(self.plan.body)
         return "\n".join(self.lines) + "\n"
@@ -210,14 +209,26 @@ class _Printer:
             step = step * self.plan.axis[axis].extent
         return strides
 
-    def array_size(self, axes: Sequence[str]) -> str:
-        return index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
+    def array_size(self, value: str, axes: Sequence[str]) -> str:
+        size = index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
+        return f"({size}) * Vec::size()" if self.is_wide(value, axes) else size
+
+    def is_wide(self, value: str, axes: Sequence[str]) -> bool:
+        """Whether an array has all lanes at each of its elements: the loop over lanes is outside of those
+        over its axes."""
+        return self.is_vector(value) and self.plan.vector not in axes
+
+    def size_of(self, accumulator: Accumulator) -> str:
+        return self.array_size(accumulator.op.name, accumulator.axes)
 
     def element(self, value: str, axes: Sequence[str]) -> str:
         """The address of a value's element in its array."""
-        address = f"{self.array(value, axes)} + {self.offset(self.array_strides(axes))}"
+        offset = self.offset(self.array_strides(axes))
+        if self.is_wide(value, axes):
+            offset = f"({offset}) * Vec::size()"
+        address = f"{self.array(value, axes)} + {offset}"
         if self.jam in self.varies[value] and self.jam not in axes:
-            address += f" + j * {self.array_size(axes)}"
+            address += f" + j * {self.array_size(value, axes)}"
         return address
 
     # -- loops
@@ -231,13 +242,22 @@ class _Printer:
                 self.begin_shared(node.accumulator)
             elif isinstance(node, Finish) and node.accumulator.shared:
                 self.finish_shared(node.accumulator)
+            elif isinstance(node, Begin) and node.accumulator.axes:
+                self.begin_alone(node.accumulator)
             else:
                 self.leaf(node)
 
     def begin_shared(self, accumulator: Accumulator) -> None:
         name = self.array(accumulator.op.name, accumulator.axes)
-        self.line(f"Arrays<scalar> parts_{name}(workers, {self.array_size(accumulator.axes)});")
+        self.line(f"Arrays<scalar> parts_{name}(workers, {self.size_of(accumulator)});")
         self.line(f"parts_{name}.begin<{COMBINE[accumulator.op.fn]}>();")
+
+    def begin_alone(self, accumulator: Accumulator) -> None:
+        """An array of a nest that does without the loop that workers divide."""
+        name = self.array(accumulator.op.name, accumulator.axes)
+        self.line(f"Arrays<scalar> parts_{name}(1, {self.size_of(accumulator)});")
+        self.line(f"scalar* const {name} = parts_{name}.of(0);")
+        self.begin(accumulator)
 
     def finish_shared(self, accumulator: Accumulator) -> None:
         name = self.array(accumulator.op.name, accumulator.axes)
@@ -262,27 +282,30 @@ class _Printer:
         }
         self.line()
         for name, keep in kept.items():
-            size = self.array_size(keep.axes)
+            size = self.array_size(keep.value, keep.axes)
+            private = node.parallel and not keep.shared
             rows = (
                 f" * {JAM}"
                 if self.jam in self.varies[keep.value] and self.jam not in keep.axes
                 else ""
             )
             self.line(
-                f"Arrays<scalar> parts_{name}({'1' if keep.shared else 'workers'}, {size}{rows});"
+                f"Arrays<scalar> parts_{name}({'workers' if private else '1'}, {size}{rows});"
             )
+            if not private:  # a later loop reads it
+                self.line(f"scalar* const {name} = parts_{name}.of(0);")
         for name, accumulator in own.items():
-            self.line(f"Arrays<scalar> parts_{name}(workers, {self.array_size(accumulator.axes)});")
+            self.line(f"Arrays<scalar> parts_{name}(workers, {self.size_of(accumulator)});")
         if node.parallel:
             self.line("#pragma omp parallel num_threads(workers)")
         with self.block(""):
             self.line(f"const int worker = {'omp_get_thread_num()' if node.parallel else '0'};")
             workers = "omp_get_num_threads()" if node.parallel else "1"
-            unit = ", W" if node.axis.name == self.plan.vector else ""
+            unit = ", Vec::size()" if node.axis.name == self.plan.vector else ""
             self.line(f"const Share mine = share(n_{node.axis.name}, {workers}, worker{unit});")
-            for name in (*kept, *own, *shared):
-                index = "0" if name in kept and kept[name].shared else "worker"
-                self.line(f"scalar* const {name} = parts_{name}.of({index});")
+            private = [name for name, keep in kept.items() if node.parallel and not keep.shared]
+            for name in (*private, *own, *shared):
+                self.line(f"scalar* const {name} = parts_{name}.of(worker);")
             totals = [a for a in shared.values() if not a.axes]
             for accumulator in totals:
                 self.begin(accumulator)
@@ -311,15 +334,24 @@ class _Printer:
         return len(loops) > 1 and all(loop.axis.name == self.plan.vector for loop in loops)
 
     def vector_loop(self, node: Loop, begin: str, end: str) -> None:
-        """Full vectors, then what is left, through the same body."""
+        """A loop a vector at a time; what is left at the end goes through the same body."""
         name = node.axis.name
-        self.bodies += 1
-        body, at = f"body{self.bodies}", f"at{self.bodies}"
-        with self.block(f"const auto {body} = [&](int64_t {name}, auto lanes)", "};"):
+        reduces = any(
+            isinstance(leaf, Accumulate) and self.unrolled(leaf.accumulator) for leaf in walk(node)
+        )
+        unroll = "UNROLL" if reduces else "1"
+        head = f"each_vector<scalar, {unroll}>({begin}, {end}, [&](int64_t {name}, auto lanes, auto slot)"
+        with self.block(head, "});"):
             self.body(node.body)
-        self.line(f"int64_t {at} = {begin};")
-        self.line(f"for (; {at} + W <= {end}; {at} += W) {body}({at}, All<scalar>());")
-        self.line(f"if ({at} < {end}) {body}({at}, int({end} - {at}));")
+
+    def unrolled(self, accumulator: Accumulator) -> bool:
+        """Whether a reduction over lanes has several accumulators: where no jammed rows take turns anyway."""
+        return (
+            self.jam is None
+            and not accumulator.axes
+            and self.plan.vector in accumulator.op.axes
+            and self.is_vector(operand(accumulator))
+        )
 
     def jam_loop(self, node: Loop) -> None:
         """Several rows at a time, then one at a time, through the same body."""
@@ -443,10 +475,10 @@ class _Printer:
             case Finish(accumulator):
                 self.finish(accumulator)
             case Keep(value, axes, _):
-                write = "store({}, {}, lanes);" if self.plan.vector in axes else "*({}) = {};"
+                write = "store({}, {}, lanes);" if self.is_vector(value) else "*({}) = {};"
                 self.line(write.format(self.element(value, axes), self.as_number(value)))
             case Recall(value, axes, _):
-                read = "load<scalar>({}, lanes)" if self.plan.vector in axes else "*({})"
+                read = "load<scalar>({}, lanes)" if self.is_vector(value) else "*({})"
                 self.define(value, read.format(self.element(value, axes)))
             case Store(output, access):
                 self.store(output.value, access)
@@ -465,7 +497,7 @@ class _Printer:
             text = f"mask({text})" if stride is not None else f"mask_of({text})"
         self.define(buffer.name, text)
         if stride == 1 and self.last_pass and self.following in access.strides:
-            step = index_expression(access.strides[self.following])
+            step = index_expression(PREFETCH_ROWS * access.strides[self.following])
             self.line(f"prefetch({address} + {step});")
 
     def store(self, value: str, access: Access) -> None:
@@ -500,28 +532,36 @@ class _Printer:
     def begin(self, accumulator: Accumulator) -> None:
         name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
         if accumulator.axes:
-            size = self.array_size(accumulator.axes)
+            size = self.size_of(accumulator)
             array = self.array(name, accumulator.axes)
             self.line(f"std::fill_n({array}, {size}, {fn}::neutral<scalar>());")
             return
         kind = self.accumulator_type(accumulator)
-        if f"acc_{name}" in self.indexed:
+        if self.unrolled(accumulator):
+            self.line(f"Vec acc_{name}[UNROLL];")
+            self.line(f"for (Vec& acc : acc_{name}) acc = Vec({fn}::neutral<scalar>());")
+        elif f"acc_{name}" in self.indexed:
             self.line(f"acc_{name}[j] = {kind}({fn}::neutral<scalar>());")
         else:
             self.line(f"{kind} acc_{name}({fn}::neutral<scalar>());")
 
     def accumulate(self, accumulator: Accumulator) -> None:
         op, value = accumulator.op, operand(accumulator)
-        fn, vector = COMBINE[op.fn], self.plan.vector
+        fn = COMBINE[op.fn]
         text, lanes = self.as_number(value), "lanes" if self.is_vector(value) else "0"
         if not accumulator.axes:
-            self.line(f"accumulate<{fn}>({self.name('acc_' + op.name)}, {text}, {lanes});")
+            target = (
+                f"acc_{op.name}[slot]"
+                if self.unrolled(accumulator)
+                else self.name(f"acc_{op.name}")
+            )
+            self.line(f"accumulate<{fn}>({target}, {text}, {lanes});")
             return
-        if self.is_vector(value) and vector not in accumulator.axes:
+        if self.is_vector(value) and not self.is_vector(op.name):
             text, lanes = f"across<{fn}>({text}, lanes)", "0"
         if op.name in self.held:
             self.line(f"accumulate<{fn}>(held_{op.name}, {text}, {lanes});")
-        elif vector in accumulator.axes:
+        elif self.is_vector(op.name):
             self.line(f"add_to<{fn}>({self.element(op.name, accumulator.axes)}, {text}, lanes);")
         else:
             self.line(f"accumulate<{fn}>(*({self.element(op.name, accumulator.axes)}), {text}, 0);")

@@ -222,20 +222,60 @@ inline void add_to(T* p, Vectorized<T> value, L lanes) {
   store(p, R::combine(load<T>(p, lanes), value), lanes);
 }
 
-// All lanes in one number, halving: the same order on every run.
+// All lanes in one number, always in the same order.
 template <class R, class T>
 inline T across(Vectorized<T> value) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<R, Sum>) return _mm512_reduce_add_ps(value);
+  if constexpr (std::is_same_v<T, float> && (std::is_same_v<R, Amax> || std::is_same_v<R, Amin>)) {
+    if (_mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q) == 0)  // no NaN
+      return std::is_same_v<R, Amax> ? _mm512_reduce_max_ps(value) : _mm512_reduce_min_ps(value);
+  }
+#endif
   alignas(64) T lane[Vectorized<T>::size()];
   value.store(lane);
   for (int half = Vectorized<T>::size() / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lane[i] = R::combine(lane[i], lane[i + half]);
   return lane[0];
 }
+// Several accumulators of one reduction.
+template <class R, class T, int U>
+inline T across(const Vectorized<T> (&values)[U]) {
+  Vectorized<T> total = values[0];
+  for (int u = 1; u < U; ++u) total = R::combine(total, values[u]);
+  return across<R>(total);
+}
 template <class R, class T, class L>
 inline T across(Vectorized<T> value, L lanes) {
   Vectorized<T> total(R::template neutral<T>());
   accumulate<R>(total, value, lanes);
   return across<R>(total);
+}
+
+// ---- loops
+
+// How many vectors a loop that reduces takes at a time, each with an accumulator of its own: additions into
+// one would wait for each other.
+constexpr int UNROLL = 4;
+
+template <int slot>
+using Slot = std::integral_constant<int, slot>;
+
+// body(i, lanes, slot) for i from begin to end, a vector at a time; slot < U says whose accumulators are meant.
+template <class T, int U, class Body>
+inline void each_vector(int64_t begin, int64_t end, const Body& body) {
+  constexpr int W = Vectorized<T>::size();
+  int64_t i = begin;
+  if constexpr (U == 4) {
+    for (; i + 4 * W <= end; i += 4 * W) {
+      body(i, All<T>(), Slot<0>());
+      body(i + W, All<T>(), Slot<1>());
+      body(i + 2 * W, All<T>(), Slot<2>());
+      body(i + 3 * W, All<T>(), Slot<3>());
+    }
+  }
+  for (; i + W <= end; i += W) body(i, All<T>(), Slot<0>());
+  if (i < end) body(i, int(end - i), Slot<0>());
 }
 
 // ---- workers

@@ -1,7 +1,7 @@
 """What Triton's interpreter lacks, in NumPy and PyTorch: libdevice, and reductions that keep NaN.
 
-For tests on machines without a GPU. Touches triton.runtime.interpreter.TensorHandle (checked on 3.6 and 3.9).
-"""
+For tests on machines without a GPU. Touches triton.runtime.interpreter.TensorHandle (checked on
+3.6 and 3.9)."""
 
 from __future__ import annotations
 

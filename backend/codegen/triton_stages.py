@@ -1,9 +1,9 @@
-"""From a plan to Triton's kernels: which loops a launch runs, and what crosses from one launch to the next.
+"""From a plan to Triton's kernels: which loops a launch runs, and what crosses from one launch to
+the next.
 
-Every loop at the top of the plan's tree is a launch of its own. What such a loop adds up over its programs leaves it
-as partial results, one set a program; a launch after it combines them in fixed order. That one also does
-what the plan does with the results alone, such as storing dgamma.
-"""
+Every loop at the top of the plan's tree is a launch of its own. What such a loop adds up over its
+programs leaves it as partial results, one set a program; a launch after it combines them in fixed
+order. That one also does what the plan does with the results alone, such as storing dgamma."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from normpass.backend.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class UnsupportedPlanError(NotImplementedError):
-    """A plan that this generator cannot print. The message names the region and what stood in the way."""
+    """A plan that this generator cannot print: the message says what stood in the way."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Splitter:
     def combination(
         self, axes: tuple[str, ...], group: list[Accumulator], position: int, taken: set[int]
     ) -> Stage:
-        """The launch that combines partial results, with later loops that do nothing else but use them."""
+        """The launch that combines partial results, with later loops that only use them."""
         names = [accumulator.op.name for accumulator in group]
         body: list[Node] = [Recall(name, axes, True) for name in names]
         for k in range(position, len(self.loops)):
@@ -184,8 +184,9 @@ class _Splitter:
 
 
 def flatten(loop: Loop) -> tuple[tuple[LoopAxis, ...], tuple[Node, ...]]:
-    """A loop's perfect nest: its axes as far as nothing but values stands between them, and what is within."""
-    axes, between = [loop.axis], []
+    """A loop's perfect nest: its axes while only values stand between, and what is within."""
+    axes: list[LoopAxis] = [loop.axis]
+    between: list[Node] = []
     while True:
         loops = [node for node in loop.body if isinstance(node, Loop)]
         others = [node for node in loop.body if not isinstance(node, Loop)]

@@ -21,18 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The numbers behind the choices. A multiprocessor has 64 Ki registers of 32 bits and holds 64 warps.
+    """The numbers behind the choices. A multiprocessor has 64 Ki registers of 32 bits and holds 64
+    warps.
 
     resident: registers that a program may spend on what it holds of its row; beyond it streams.
     tile: elements that a program of short rows works on at a time.
     chunk: elements that a program of long rows works on at a time.
     lanes: elements along the vector axis where that is divided among programs.
     narrow: the same where the program also owns a local axis; 32 floats are a cache line.
-    kept: an axis of at most so many elements is held rather than streamed, if an array runs along it.
-    per_thread: elements of a block for each thread.
-    most_warps: of one program.
-    warps: for each multiprocessor, where rows are shared out among as many programs as run at once.
-    """
+    kept: an axis of at most so many elements is held rather than streamed, if an array runs along
+    it. per_thread: elements of a block for each thread. most_warps: of one program. warps: for
+    each multiprocessor, where rows are shared out among as many programs as run at once."""
 
     resident: int = 48 * 1024
     tile: int = 2048
@@ -49,12 +48,10 @@ class Tiling:
 class Blocks:
     """The choices for one launch.
 
-    shares: the outer axes, as one, of which every program takes a contiguous share; the others are divided into tiles.
-    size: the block along each axis; that of the shared axes goes by the name "".
-    resident: inner axes that one block covers.
-    parts: partial results that are combined at a time.
-    warps: of a program.
-    """
+    shares: the outer axes, as one, of which every program takes a contiguous share; the others are
+    divided into tiles. size: the block along each axis; that of the shared axes goes by the name
+    "". resident: inner axes that one block covers. parts: partial results that are combined at a
+    time. warps: of a program."""
 
     shares: tuple[str, ...]
     size: Mapping[str, int]
@@ -78,11 +75,11 @@ def choose_blocks(plan: Plan, stage: Stage, tiling: Tiling) -> Blocks:
     if lanes:
         narrow = stage.inner or stage.combined
         size[lanes.name] = min(padded(lanes), tiling.narrow if narrow else tiling.lanes)
-    resident = _fits(plan, stage, product(size.values()), tiling)
+    resident = _fits(stage, product(size.values()), tiling)
     if resident:
         size |= {axis.name: padded(axis) for axis in stage.inner}
     else:
-        size |= _streamed(plan, stage, tiling, product(size.values()))
+        size |= _streamed(stage, tiling, product(size.values()))
     room = max(1, tiling.tile // product(size.values()))
     parts = room if stage.combined else 1
     if not stage.combined:
@@ -109,7 +106,7 @@ def _covers(axis: LoopAxis, size: Mapping[str, int]) -> bool:
 
 
 def _shared_axes(plan: Plan, stage: Stage) -> tuple[str, ...]:
-    """The outer axes that every accumulator reduces; lanes stay side by side if there is anything else."""
+    """The outer axes that every accumulator reduces; lanes among them only if alone."""
     if not stage.shared:
         return ()
     reduced = [set(accumulator.op.axes) for accumulator in stage.shared]
@@ -125,7 +122,7 @@ def _lane_axis(plan: Plan, stage: Stage, tiles: list[LoopAxis]) -> LoopAxis | No
     return tiles[-1] if stage.combined and tiles else None
 
 
-def _fits(plan: Plan, stage: Stage, beside: int, tiling: Tiling) -> bool:
+def _fits(stage: Stage, beside: int, tiling: Tiling) -> bool:
     """Whether what a program must hold of its row fits in registers: inputs that several phases
     read, and the accumulators along the row."""
     inner = {axis.name: axis for axis in stage.inner}
@@ -145,11 +142,12 @@ def _fits(plan: Plan, stage: Stage, beside: int, tiling: Tiling) -> bool:
     return max(held, whole) <= tiling.resident
 
 
-def _streamed(plan: Plan, stage: Stage, tiling: Tiling, beside: int) -> dict[str, int]:
-    """Blocks of a row that is too long: short axes with arrays along them first, then from the inside."""
+def _streamed(stage: Stage, tiling: Tiling, beside: int) -> dict[str, int]:
+    """Blocks of a long row: short axes with arrays along them first, then from the inside."""
     arrays = {axis for accumulator in stage.shared for axis in accumulator.axes}
+    inward = list(reversed(stage.inner))
     order = sorted(
-        reversed(stage.inner),
+        inward,
         key=lambda a: not (a.name in arrays and a.extent.is_number and padded(a) <= tiling.kept),
     )
     room, size = max(1, tiling.chunk // beside), {}

@@ -1,0 +1,199 @@
+"""Where things lie in a Triton kernel, as text: block dimensions, masks, offsets, tiles."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from typing import TYPE_CHECKING
+
+import sympy
+
+from normpass.backend.codegen.cpp import index_expression
+from normpass.backend.codegen.triton_stages import Stage, walk
+from normpass.backend.codegen.triton_tiling import SHARED, Blocks
+from normpass.backend.plan import Load, LoopAxis, Plan, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+# Offsets from here on need 64 bits.
+WIDE = 2**31
+RESERVED = frozenset({"tl", "lib", "libdevice", "triton", "torch", "float", "range"})
+RESERVED |= {"program", "share", "shares", "first", "last", "rows", "row", "part"}
+RESERVED |= {"row_0", "part_0", "mask_row", "mask_part"}
+
+
+def times(*factors: str) -> str:
+    """A product as text."""
+    return " * ".join(factor for factor in factors if factor != "1") or "1"
+
+
+def divided(count: str) -> str:
+    """` // count` as text."""
+    return "" if count == "1" else f" // ({count})" if " " in count else f" // {count}"
+
+
+def divide_up(extent: str, block: int, cdiv: str) -> str:
+    """Blocks along an axis, as text."""
+    if block == 1:
+        return extent
+    return str(-(-int(extent) // block)) if extent.isdigit() else f"{cdiv}({extent}, {block})"
+
+
+def is_power_of_two(value: float) -> bool:
+    """Whether dividing by the value is exactly multiplying by its reciprocal, in float32 too."""
+    mantissa, exponent = math.frexp(value)
+    return abs(mantissa) == 0.5 and abs(exponent) < 100
+
+
+def number(value: float) -> str:
+    """A literal."""
+    if math.isnan(value):
+        return 'float("nan")'
+    if math.isinf(value):
+        return f'float("{"-" if value < 0 else ""}inf")'
+    return repr(value) if value >= 0 else f"({value!r})"
+
+
+class Names:
+    """What axes and values are called: as in the region, unless the name is needed otherwise."""
+
+    def __init__(self, plan: Plan) -> None:
+        region = plan.region
+        values = [*(b.name for b in region.inputs), *(op.name for op in region.ops)]
+        axes = [axis.name for axis in plan.axes]
+        taken = set(RESERVED)
+        taken |= {f"{prefix}_{v}" for v in values for prefix in ("p", "acc", "parts", "kept")}
+        taken |= {f"p_{output.buffer.name}" for output in region.outputs}
+        taken |= {f"n_{name}" for name in (*axes, *region.runtime_sizes)}
+        taken |= {f"mask_{axis}" for axis in axes} | {f"{axis}_0" for axis in axes}
+        self.axis = {axis: self._free(axis, taken) for axis in axes}
+        self.value = {value: self._free(value, taken) for value in values}
+
+    def _free(self, name: str, taken: set[str]) -> str:
+        text = re.sub(r"\W", "_", name)
+        text = f"v{text}" if text[:1].isdigit() else text
+        while text in taken or keyword.iskeyword(text):
+            text += "_"
+        taken.add(text)
+        return text
+
+
+class Layout:
+    """How one launch's blocks lie over the axes of the plan."""
+
+    def __init__(self, plan: Plan, stage: Stage, blocks: Blocks, names: Names) -> None:
+        self.plan = plan
+        self.stage = stage
+        self.blocks = blocks
+        self.names = names
+        self.tiles = [axis for axis in stage.outer if axis.name not in blocks.shares]
+        self.dims = self._dimensions()
+        self.masks: dict[str, str] = {}
+        self.program = "program"
+
+    # -- dimensions
+
+    def _dimensions(self) -> list[str]:
+        """The axes along which blocks have more than one element, outermost first. "" is the
+        shared axes as
+        one, "part" the partial results."""
+        size = self.blocks.size
+        outer = [a.name for a in self.tiles if size[a.name] > 1]
+        shared = [SHARED] if size.get(SHARED, 1) > 1 else []
+        inner = [a.name for a in self.stage.inner if size[a.name] > 1]
+        parts = ["part"] if self.blocks.parts > 1 else []
+        order = {a.name: k for k, a in enumerate(self.plan.axes)}
+        return [*parts, *shared, *sorted([*outer, *inner], key=lambda a: order[a])]
+
+    def dims_of(self, axes: Iterable[str]) -> list[str]:
+        wanted = {SHARED if axis in self.blocks.shares else axis for axis in axes}
+        return [dim for dim in self.dims if dim in wanted]
+
+    def size_of(self, dim: str) -> int:
+        return self.blocks.parts if dim == "part" else self.blocks.size[dim]
+
+    def shape(self, dims: Sequence[str]) -> str:
+        if not dims:
+            return "[]"
+        return f"[{', '.join(str(self.size_of(d)) if d in dims else '1' for d in self.dims)}]"
+
+    def lanes(self, dim: str) -> str:
+        """0, 1, 2, ... along a dimension."""
+        text = f"tl.arange(0, {self.size_of(dim)})"
+        if len(self.dims) == 1:
+            return text
+        return f"{text}[{', '.join(':' if d == dim else 'None' for d in self.dims)}]"
+
+    def mask(self, dims: Sequence[str]) -> str:
+        return " & ".join(self.masks[dim] for dim in dims if dim in self.masks)
+
+    # -- extents and offsets
+
+    def extent(self, axis: str) -> str:
+        """An extent in a kernel: a literal, or a name of 64 bits."""
+        expression = self.plan.axis[axis].extent
+        literal = expression.is_number and not self.wide(axis)
+        return str(expression) if literal else f"n_{axis}"
+
+    def wide(self, axis: str) -> bool:
+        """Whether offsets along an axis need 64 bits."""
+        extent = self.plan.axis[axis].extent
+        if not extent.is_number:
+            return True
+        steps = [
+            node.access.strides.get(axis, 0)
+            for node in walk(self.stage.body)
+            if isinstance(node, (Load, Store))
+        ]
+        return any(step.is_number and extent * step >= WIDE for step in map(sympy.sympify, steps))
+
+    def tiles_text(self, axes: Sequence[LoopAxis], cdiv: str) -> str:
+        """How many tiles some axes have together; for a kernel's text if cdiv is Triton's."""
+        fixed, factors = 1, []
+        for axis in axes:
+            kernel = cdiv == "tl.cdiv"
+            extent = self.extent(axis.name) if kernel else index_expression(axis.extent)
+            extent = f"({extent})" if " + " in extent else extent
+            text = divide_up(extent, self.blocks.size[axis.name], cdiv)
+            if text.isdigit():
+                fixed *= int(text)
+            else:
+                factors.append(text)
+        return " * ".join([*factors, *([str(fixed)] if fixed > 1 or not factors else [])])
+
+    def offset(self, strides: Mapping[str, sympy.Expr]) -> str:
+        """` + term` for every axis, to add to a pointer from the left: scalars first."""
+        terms = []
+        for axis in self.plan.axes:
+            if axis.name in strides:
+                stride = index_expression(strides[axis.name])
+                stride = f"({stride})" if " + " in stride else stride
+                index = self.names.axis[axis.name]
+                blocked = bool(self.dims_of([axis.name]))
+                terms.append((blocked, index if stride == "1" else f"{index} * {stride}"))
+        return "".join(f" + {term}" for _, term in sorted(terms, key=lambda t: t[0]))
+
+    def array_strides(self, axes: Iterable[str]) -> dict[str, sympy.Expr]:
+        """An array lies in loop order, except that lanes are innermost."""
+        strides: dict[str, sympy.Expr] = {}
+        step: sympy.Expr = sympy.Integer(1)
+        order = [a.name for a in reversed(self.plan.axes) if a.name in set(axes)]
+        for axis in sorted(order, key=lambda axis: axis != self.plan.vector):
+            strides[axis] = step
+            step = step * self.plan.axis[axis].extent
+        return strides
+
+    def array_size(self, axes: Iterable[str]) -> str:
+        size = index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
+        return f"({size})" if " + " in size else size
+
+    def coordinate(self, axis: LoopAxis, *, first: bool = False) -> str:
+        """A tile's number along one axis, where programs count the last axis fastest."""
+        later = self.tiles[self.tiles.index(axis) + 1 :]
+        count = self.tiles_text([axis], "tl.cdiv")
+        if count == "1":
+            return "0"
+        text = f"{self.program}{divided(self.tiles_text(later, 'tl.cdiv'))}"
+        return text if first else f"{text} % {f'({count})' if ' ' in count else count}"

@@ -1,0 +1,130 @@
+"""The frame of a Triton kernel, as text: a program's elements, loops, masked access."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from normpass.backend.codegen.triton_layout import Layout, Names, divided
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from normpass.backend.codegen.triton_stages import Stage
+    from normpass.backend.codegen.triton_tiling import Blocks
+    from normpass.backend.plan import LoopAxis, Plan
+
+
+class ProgramPrinter(Layout):
+    """Collects a kernel's lines. `scope`: the values defined where the text has come to."""
+
+    def __init__(self, plan: Plan, stage: Stage, blocks: Blocks, names: Names) -> None:
+        super().__init__(plan, stage, blocks, names)
+        self.lines: list[str] = []
+        self.indent = 1
+        self.scope: set[str] = set()
+
+    def line(self, text: str = "") -> None:
+        self.lines.append(f"{'    ' * self.indent}{text}" if text else "")
+
+    @contextmanager
+    def loop(self, head: str) -> Iterator[None]:
+        """A loop of the kernel's text: what is defined within is gone after it."""
+        before = set(self.scope)
+        self.line(head)
+        self.indent += 1
+        yield
+        self.indent -= 1
+        self.scope = before
+
+    def read(self, address: str, dims: Sequence[str], other: str = "0.0") -> str:
+        mask = self.mask(dims)
+        return f"tl.load({address}, mask={mask}, other={other})" if mask else f"tl.load({address})"
+
+    def write(self, address: str, value: str, dims: Sequence[str]) -> None:
+        mask = self.mask(dims)
+        self.line(f"tl.store({address}, {value}{f', mask={mask}' if mask else ''})")
+
+    def coordinates(self) -> None:
+        """Which tile, or which share of the rows, a program has."""
+        if not self.stage.outer:
+            return
+        long = any(self.wide(axis.name) for axis in self.stage.outer)
+        program = f"tl.program_id(0){'.to(tl.int64)' if long else ''}"
+        if len(self.tiles) + bool(self.blocks.shares) == 1:
+            self.program = program
+        else:
+            self.line(f"program = {program}")
+        for k, axis in enumerate(self.tiles):
+            first = k == 0 and not self.blocks.shares
+            self.tile_index(axis, self.coordinate(axis, first=first))
+        if self.blocks.shares:
+            self.line(f"share = {self.program}{divided(self.tiles_text(self.tiles, 'tl.cdiv'))}")
+
+    def tile_index(self, axis: LoopAxis, number: str) -> None:
+        index, block = self.names.axis[axis.name], self.blocks.size[axis.name]
+        if block == 1:
+            self.line(f"{index} = {number}")
+            return
+        number = f"({number})" if " " in number else number
+        first = "" if number == "0" else f"{number} * {block} + "
+        self.line(f"{index} = {first}{self.lanes(axis.name)}")
+        self.bound(axis)
+
+    def resident_index(self, axis: LoopAxis) -> None:
+        """The index along an axis that one block covers."""
+        index = self.names.axis[axis.name]
+        if self.blocks.size[axis.name] == 1:
+            self.line(f"{index} = 0")
+            if axis.extent == 1:
+                return
+        wide = ".to(tl.int64)" if self.wide(axis.name) else ""
+        if self.blocks.size[axis.name] > 1:
+            self.line(f"{index} = {self.lanes(axis.name)}{wide}")
+        self.bound(axis)
+
+    def bound(self, axis: LoopAxis) -> None:
+        """The mask of an axis, if its blocks may reach beyond its end."""
+        block = self.blocks.size[axis.name]
+        if axis.extent.is_number and axis.extent % block == 0 and axis.extent > 0:
+            return
+        index = self.names.axis[axis.name]
+        self.line(f"mask_{axis.name} = {index} < {self.extent(axis.name)}")
+        self.masks[axis.name] = f"mask_{axis.name}"
+
+    @contextmanager
+    def over(self, axes: Sequence[str]) -> Iterator[None]:
+        """Loops over those of some axes that no block covers."""
+        if not axes:
+            yield
+            return
+        axis, rest = axes[0], axes[1:]
+        if axis in self.blocks.resident:
+            with self.over(rest):
+                yield
+            return
+        index, block = self.names.axis[axis], self.blocks.size[axis]
+        head, step = (index, "") if block == 1 else (f"{index}_0", f", {block}")
+        with self.loop(f"for {head} in range(0, {self.extent(axis)}{step}):"):
+            if block > 1:
+                self.line(f"{index} = {head} + {self.lanes(axis)}")
+                self.bound(self.plan.axis[axis])
+            with self.over(rest):
+                yield
+
+    def streamed(self, axes: Iterable[str]) -> list[str]:
+        """Those axes of which a program sees a chunk at a time."""
+        inner = {axis.name for axis in self.stage.inner}
+        return [a for a in axes if a in inner and a not in self.blocks.resident]
+
+    def unravel(self, row: str) -> None:
+        """The index along each of several shared axes."""
+        after: list[str] = []
+        for k, axis in reversed(list(enumerate(self.blocks.shares))):
+            text = row
+            if after:
+                text += f" // {after[0]}" if len(after) == 1 else f" // ({' * '.join(after)})"
+            if k > 0:
+                text += f" % {self.extent(axis)}"
+            self.line(f"{self.names.axis[axis]} = {text}")
+            after.insert(0, self.extent(axis))

@@ -1,0 +1,159 @@
+"""What a kernel moves through memory, read off its plan.
+
+The rule. A tensor's first sweep comes from memory. A later phase of the same loop body that reads it
+again finds it in cache if all that the phases in between touch, with the loops around that body standing
+still, fits there; otherwise that is another sweep. In the same way a tensor that does not vary along a loop
+(a weight, from row to row) is read anew in each iteration if an iteration touches more than the cache holds.
+Writes go to memory once; partial sums are small and not counted.
+
+So layer norm's backward is one pass over memory as long as a row of all its tensors stays in a worker's
+cache, and batch norm's backward over rows in memory order is two, unless the whole tensor does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+
+from normpass.backend.plan import CPU, GPU, Access, Load, Loop, Node, Store, make_plan
+from normpass.passes.region import parse, product
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+# Where nobody tells: a second-level cache of a core, a last-level cache, a multiprocessor's memory.
+USUAL_PRIVATE = 1024 * 1024
+USUAL_LAST = 32 * 1024 * 1024
+MULTIPROCESSOR = 228 * 1024
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Bytes that stay within reach: of one worker inside the parallel loop, and of all together."""
+
+    worker: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """read, written: bytes from and to memory. passes: how often the kernel goes over its largest input."""
+
+    read: int
+    written: int
+    passes: int
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
+def traffic(text: str, sizes: Sequence[int], device: str, caches: Caches | None = None) -> Traffic:
+    """What the kernel of a region moves.
+
+    text: the region's. sizes: its run-time sizes, in order. device: "cpu" or "cuda". caches: those of this
+    machine if None.
+    """
+    region = parse(text)
+    plan = make_plan(region, GPU if device == "cuda" else CPU)
+    extents = region.extents(sizes)
+    symbols = {sympy.Symbol(k, integer=True, positive=True): v for k, v in extents.items()}
+    sweeps = _Sweeps(
+        {axis.name: int(axis.extent.subs(symbols)) for axis in plan.axes},
+        caches or caches_of(device),
+    )
+    counts = sweeps.of(plan.body, frozenset())
+    loaded = {node.access.buffer.name: node.access for node in _leaves(plan.body, Load)}
+    stored = {node.access.buffer.name: node.access for node in _leaves(plan.body, Store)}
+    whole = {name: sweeps.bytes(access, frozenset()) for name, access in loaded.items()}
+    largest = max(whole.values(), default=0)
+    return Traffic(
+        sum(whole[name] * counts[name] for name in loaded),
+        sum(sweeps.bytes(access, frozenset()) for access in stored.values()),
+        max((counts[name] for name in loaded if whole[name] == largest), default=1),
+    )
+
+
+class _Sweeps:
+    """Counts how often each tensor is read from memory."""
+
+    def __init__(self, extents: Mapping[str, int], caches: Caches) -> None:
+        self.extents = extents
+        self.caches = caches
+
+    def bytes(self, access: Access, still: frozenset[str]) -> int:
+        """Bytes of a tensor that are addressed while some loops stand still."""
+        moving = product(self.extents[axis] for axis in access.strides if axis not in still)
+        return int(moving * access.buffer.dtype.itemsize)
+
+    def fits(self, nodes: Sequence[Node], still: frozenset[str]) -> bool:
+        """Whether everything these nodes touch stays in cache."""
+        touched = {
+            leaf.access.buffer.name: leaf.access
+            for leaf in (*_leaves(nodes, Load), *_leaves(nodes, Store))
+        }
+        room = self.caches.worker if still else self.caches.shared
+        return sum(self.bytes(access, still) for access in touched.values()) <= room
+
+    def of(self, body: Sequence[Node], still: frozenset[str]) -> dict[str, int]:
+        """Sweeps from memory over the part of each tensor that a body reads, by the tensor's name."""
+        counts: dict[str, int] = {}
+        last: dict[str, int] = {}  # the child that touched a tensor last
+        for k, child in enumerate(body):
+            for name, count in self.child(child, still).items():
+                cached = name in last and self.fits(body[last[name] : k], still)
+                counts[name] = counts.get(name, 0) + count - cached
+                last[name] = k
+        return counts
+
+    def child(self, node: Node, still: frozenset[str]) -> dict[str, int]:
+        if isinstance(node, Load):
+            return {node.access.buffer.name: 1}
+        if not isinstance(node, Loop):
+            return {}
+        inside = still | {node.axis.name}
+        counts = self.of(node.body, inside)
+        if self.fits(node.body, inside):
+            return counts
+        varies = {
+            leaf.access.buffer.name
+            for leaf in _leaves(node.body, Load)
+            if node.axis.name in leaf.access.strides
+        }
+        times = self.extents[node.axis.name]
+        return {name: n if name in varies else n * times for name, n in counts.items()}
+
+
+def _leaves(nodes: Sequence[Node], kind: type[Load] | type[Store]) -> Iterator[Load | Store]:
+    for node in nodes:
+        if isinstance(node, Loop):
+            yield from _leaves(node.body, kind)
+        elif isinstance(node, kind):
+            yield node
+
+
+@cache
+def caches_of(device: str) -> Caches:
+    """What this machine has: on a CPU the larger of a core's second level and its share of the last one."""
+    if device == "cuda":
+        card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+        shared = getattr(card, "L2_cache_size", USUAL_LAST)
+        return Caches(
+            max(MULTIPROCESSOR, shared // getattr(card, "multi_processor_count", 1 << 30)), shared
+        )
+    last = _level(3, USUAL_LAST)
+    return Caches(max(_level(2, USUAL_PRIVATE), last // torch.get_num_threads()), last)
+
+
+def _level(level: int, usual: int) -> int:
+    """A cache's size in bytes, as Linux tells it."""
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu0/cache/index{level}/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return usual

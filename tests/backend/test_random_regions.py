@@ -1,0 +1,66 @@
+"""Random regions on the CPU: the kernel and the unfused path, each against an evaluation of its own in float64.
+
+The regions are pointwise programs with inner and outer reductions over one to four axes; see random_regions.py.
+"""
+
+from __future__ import annotations
+
+import random_regions
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from normpass.backend import reference, runtime
+from normpass.passes.region import parse, verify
+
+QUIET = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+
+
+@pytest.fixture(autouse=True)
+def _many_workers(monkeypatch: pytest.MonkeyPatch):
+    """Several workers share even small work, so that their shares and partial results are tested."""
+    monkeypatch.setattr(runtime, "ELEMENTS_PER_WORKER", 8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(case: random_regions.Case) -> None:
+    region = case.region
+    verify(region)
+    text = str(region)
+    assert parse(text) == region
+    kernel = runtime.Kernel(text)
+    for extents in case.extents:
+        sizes = case.sizes(extents)
+        inputs = random_regions.tensors(case, extents)
+        expected = random_regions.evaluate(region, inputs, sizes)
+        known = region.extents(sizes)
+        results = {
+            "kernel": kernel(inputs, sizes),
+            "unfused": reference.evaluate(region, inputs, sizes),
+        }
+        assert kernel._library is not None, f"the kernel was not built:\n{text}\n{kernel.source}"
+        for path, tensors in results.items():
+            for output, result, want in zip(region.outputs, tensors, expected, strict=True):
+                what = f"{path}, {output.buffer.name}, sizes {extents}\n{text}\n"
+                assert result.dtype is output.buffer.dtype
+                assert result.stride() == region.strides(output.buffer, known), what
+                random_regions.assert_within(result, want, what)
+
+
+@settings(max_examples=25, derandomize=True, **QUIET)
+@given(random_regions.cases())
+def test_random_regions(case: random_regions.Case) -> None:
+    check(case)
+
+
+@pytest.mark.sweep
+@settings(max_examples=400, print_blob=True, **QUIET)
+@given(random_regions.cases())
+def test_many_random_regions(case: random_regions.Case) -> None:
+    check(case)

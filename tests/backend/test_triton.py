@@ -1,0 +1,300 @@
+"""The Triton dialect: what kernels compute, in its interpreter or on a GPU, and that they build."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton_cases
+import triton_regions
+from snapshots import assert_snapshot
+
+from normpass.backend import launch_triton
+from normpass.backend.codegen.triton import generate
+from normpass.backend.plan import GPU, make_plan
+from normpass.passes.region import DTYPE_NAMES, parse
+
+if TYPE_CHECKING:
+    from normpass.backend.codegen.triton import TritonSource
+    from normpass.backend.codegen.triton_tiling import Tiling
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, and it is not installed")
+PROGRAM = Path(triton_cases.__file__)
+
+
+def source(name: str, tiling: Tiling | None = None, **replace: str) -> TritonSource:
+    return generate(make_plan(parse(region(name, **replace)), GPU), tiling)
+
+
+def region(name: str, **replace: str) -> str:
+    """The text of a region of triton_regions; see its `fill`."""
+    return triton_regions.fill(getattr(triton_regions, name.upper()), **replace)
+
+
+# ---- what kernels compute
+
+
+def run_cases(device: str, family: str) -> dict[str, str | None]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PROGRAM), device, family],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_triton
+@pytest.mark.parametrize("family", triton_cases.FAMILIES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernels_compute_what_their_regions_mean(device: str, family: str) -> None:
+    results = run_cases(device, family)
+    assert results
+    wrong = [f"{name}:\n{error}" for name, error in results.items() if error]
+    assert not wrong, f"{len(wrong)} of {len(results)} cases:\n" + "\n".join(wrong)
+
+
+# ---- that they compile
+
+
+def compiled(text: TritonSource, capability: int) -> list[Any]:
+    """Every kernel of a module, compiled for a device that need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from normpass.backend.codegen import triton_library
+
+    module = launch_triton.load(text.text)
+    results = []
+    for kernel in text.kernels:
+        # As at run time: tensors begin at multiples of 16 bytes.
+        aligned = {
+            (k,): [["tt.divisibility", 16]]
+            for k, (_, kind) in enumerate(kernel.arguments)
+            if kind.startswith("*")
+        }
+        results.append(
+            triton.compile(
+                ASTSource(getattr(module, kernel.name), dict(kernel.arguments), attrs=aligned),
+                target=GPUTarget("cuda", capability, 32),
+                options={"num_warps": kernel.warps, **triton_library.OPTIONS},
+            )
+        )
+    return results
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int | None:
+    """Bytes of local memory that a kernel's threads spill to; None if no tool tells."""
+    from triton import knobs
+
+    tool = getattr(knobs.nvidia.cuobjdump, "path", None)
+    if tool is None:
+        return None
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    done = subprocess.run(
+        [tool, "-res-usage", str(file)], capture_output=True, text=True, check=False
+    )
+    found = re.search(r"STACK:(\d+)", done.stdout)
+    return int(found[1]) if found else None
+
+
+REGIONS = {
+    "layer_norm_backward": {"c": "768"},
+    "rms_norm_backward": {"c": "1024", "t": "bf16", "w": "f32"},
+    "layer_norm_forward": {"c": "1000", "t": "f16"},
+    "softmax": {"c": "?"},
+    "softmax_backward": {"c": "100000"},
+    "softmax_middle": {"c": "77"},
+    "group_norm_backward": {"c": "8", "x": "r s (g d)", "t": "bf16"},
+    "batch_norm_backward": {"c": "64", "x": "r c s"},
+    "three_levels": {"c": "512", "t": "f64"},
+    "masked": {"c": "300"},
+    "strided": {"c": "70"},
+    "global": {},
+    "extremes": {"t": "f64"},
+}
+
+
+@pytest.fixture
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1 is set: nothing compiles in this process")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", REGIONS)
+def test_kernels_compile_ahead_of_time(name: str, capability: int) -> None:
+    assert all(
+        kernel.asm["cubin"] for kernel in compiled(source(name, **REGIONS[name]), capability)
+    )
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+def test_every_function_compiles(dtype: str) -> None:
+    """All functions in one region: of values, and of literals in all places but one."""
+    ops, outputs = [], []
+    for case in triton_cases.functions():
+        if f" {dtype}" in case.name:
+            (op,) = parse(case.text).ops[2:]
+            ops.append(str(op).replace("out ", f"out{len(ops)} ", 1))
+            kind = parse(case.text).outputs[0].buffer.dtype
+            outputs.append(f"output o{len(ops)}: {DTYPE_NAMES[kind]}[r] = out{len(ops) - 1}")
+    given = str(parse(case.text)).partition("out ")[0]
+    assert len(ops) > 60
+    for k in range(0, len(ops), 20):  # so many tensors can be passed to a kernel at once
+        text = "\n".join([given, *ops[k : k + 20], *outputs[k : k + 20]])
+        (kernel,) = compiled(generate(make_plan(parse(text), GPU)), 90)
+        assert kernel.asm["cubin"]
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("c", ["1024", "2048", "4096", "8192"])
+@pytest.mark.parametrize("name", ["layer_norm_backward", "rms_norm_backward", "layer_norm_forward"])
+def test_resident_rows_stay_in_registers(name: str, c: str, tmp_path: Path) -> None:
+    text = source(name, c=c)
+    # One pass: a row's data is loaded once.
+    assert text.text.count("tl.load(p_x ") == 1
+    for kernel in compiled(text, 90):
+        spilled = stack_bytes(kernel.asm["cubin"], tmp_path)
+        if spilled is None:
+            pytest.skip("Triton's cuobjdump does not tell what a kernel spills")
+        assert spilled == 0
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler_cache")
+def test_neighbours_in_memory_are_loaded_together() -> None:
+    row, *_ = compiled(source("layer_norm_backward", c="1024"), 90)
+    loads = re.findall(r"ld\.global[\w.:]*", row.asm["ptx"])
+    # g, x and w sixteen bytes at a time; only mean and rstd, which differ between rows, one by one.
+    wide = [load for load in loads if ".v4." in load]
+    assert len(wide) >= 2 * len(loads) / 3, loads
+
+
+# ---- what the text promises
+
+
+@needs_triton
+def test_sizes_do_not_recompile() -> None:
+    """Neither a value of one nor a multiple of sixteen makes a kernel of its own."""
+    text = source("batch_norm_backward", c="64", x="r c s")
+    module = launch_triton.load(text.text)
+    for kernel in text.kernels:
+        sizes = {name for name, kind in kernel.arguments if not kind.startswith("*")}
+        parameters = {p.name: p for p in getattr(module, kernel.name).params}
+        assert sizes
+        assert all(parameters[name].do_not_specialize for name in sizes)
+
+
+def test_the_same_region_gives_the_same_text() -> None:
+    program = (
+        "from normpass.backend.plan import GPU, make_plan\n"
+        "from normpass.backend.codegen.triton import generate\n"
+        "from normpass.passes.region import parse\n"
+        "import sys\n"
+        "sys.stdout.write(generate(make_plan(parse(sys.argv[1]), GPU)).text)"
+    )
+    text = region("group_norm_backward", c="8", x="r (g d) s")
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, text],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == generate(make_plan(parse(text), GPU)).text
+
+
+def test_offsets_have_64_bits_where_they_need_them() -> None:
+    small = source("softmax", r="4096", c="1024").text
+    assert "int64" not in small
+    large = source("softmax", r=str(2**22), c="1024").text
+    assert "tl.program_id(0).to(tl.int64)" in large
+    dynamic = source("softmax", c="1024").text
+    assert "n_r = n_r.to(tl.int64)" in dynamic
+
+
+def test_long_rows_are_streamed() -> None:
+    assert "for c_0 in range" not in source("layer_norm_backward", c="8192").text
+    assert "for c_0 in range" in source("layer_norm_backward", c="65536").text
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "replace"),
+    [
+        ("layer_norm_backward", "layer_norm_backward", {"c": "1024"}),
+        ("layer_norm_backward_streamed", "layer_norm_backward", {"c": "65536"}),
+        ("rms_norm_backward", "rms_norm_backward", {"c": "4096", "t": "bf16"}),
+        ("layer_norm", "layer_norm_forward", {"c": "1000"}),
+        ("softmax", "softmax", {"c": "1000"}),
+        ("group_norm_backward", "group_norm_backward", {"c": "8", "x": "r (g d) s"}),
+        ("batch_norm_backward", "batch_norm_backward", {"c": "64", "x": "r c s"}),
+        ("batch_norm_backward_nhwc", "batch_norm_backward", {"c": "64", "x": "r s c"}),
+        ("three_levels", "three_levels", {"c": "512"}),
+    ],
+)
+def test_snapshot(file: str, name: str, replace: dict[str, str]) -> None:
+    assert_snapshot(f"triton/{file}.txt", source(name, **replace).text)
+
+
+# ---- the launcher
+
+
+@needs_triton
+def test_a_damaged_file_in_the_cache_is_written_again(fresh_cache: Path) -> None:
+    text = source("softmax").text
+    launch_triton.load(text)
+    (file,) = (fresh_cache / "normpass" / "triton").glob("*.py")
+    file.write_text("raise SystemExit")
+    assert launch_triton.load(text).run
+    assert file.read_text() == text
+
+
+def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+
+    def refuse(text: str) -> None:
+        raise RuntimeError("expected a C compiler, found none")
+
+    monkeypatch.setattr(launch_triton, "load", refuse)
+    kernel = launch_triton.TritonKernel(parse(region("softmax", c="9")))
+    x = torch.randn(4, 9)
+    for _ in range(2):
+        (y,) = kernel([x], [4])
+        torch.testing.assert_close(y, torch.softmax(x, 1))
+    assert [record.message for record in caplog.records] == [
+        "region softmax runs unfused: its Triton kernel could not be built: "
+        "expected a C compiler, found none"
+    ]
+
+
+def test_other_tensors_than_planned_are_refused() -> None:
+    kernel = launch_triton.TritonKernel(parse(region("softmax", c="9")))
+    with pytest.raises(
+        ValueError,
+        match=r"expected x of shape \(4, 9\) and torch.float32, found shape \(4, 8\) and",
+    ):
+        kernel([torch.randn(4, 8)], [4])

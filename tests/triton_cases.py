@@ -1,0 +1,257 @@
+"""Regions with oracles for the Triton generator, and a program that runs them all.
+
+    python tests/triton_cases.py DEVICE FAMILY
+
+prints one JSON object: the name of every case of the family -> null, or what went wrong.
+
+On DEVICE cpu it needs TRITON_INTERPRET=1, which must be set before triton is imported: hence a
+program. An oracle is the mathematics in PyTorch's primitives. It is evaluated in float64 for the
+reference, and in the region's own working precision for the error that is allowed (oracles.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton_regions as regions
+from oracles import assert_no_less_accurate
+from triton_regions import fill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from normpass.backend.codegen.triton_tiling import Tiling
+    from normpass.passes.region import Region
+
+
+@dataclass(frozen=True)
+class Case:
+    """A region, the run-time sizes to try, and what it should compute.
+
+    oracle: takes the region's inputs by name, returns its outputs.
+    special: values to overwrite the first elements of an input with.
+    """
+
+    name: str
+    text: str
+    sizes: tuple[tuple[int, ...], ...]
+    oracle: Callable[..., tuple[Tensor, ...]]
+    special: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+# ---- cases
+
+NAN, INF = math.nan, math.inf
+ROWS = ((5,), (13,), (0,))
+
+
+def norms() -> Iterator[Case]:
+    """Row norms and softmax in every dtype."""
+    families = {
+        "layer_norm_backward": (regions.LAYER_NORM_BACKWARD, regions.layer_norm_backward),
+        "rms_norm_backward": (regions.RMS_NORM_BACKWARD, regions.rms_norm_backward),
+        "layer_norm": (regions.LAYER_NORM_FORWARD, regions.layer_norm),
+        "softmax": (regions.SOFTMAX, regions.softmax),
+        "softmax_backward": (regions.SOFTMAX_BACKWARD, regions.softmax_backward),
+        "three_levels": (regions.THREE_LEVELS, regions.three_levels),
+    }
+    for name, (text, oracle) in families.items():
+        for t in ("f32", "f64", "bf16", "f16"):
+            yield Case(f"{name} {t}", fill(text, t=t), ROWS, oracle)
+        yield Case(f"{name} bf16 with f32 weights", fill(text, t="bf16", w="f32"), ROWS, oracle)
+        yield Case(f"{name} static", fill(text, c="128", r="6"), ((),), oracle)
+        yield Case(f"{name} dynamic rows", fill(text, c="?"), ((3, 70), (4, 33)), oracle)
+        yield Case(f"{name} one column", fill(text, c="1"), ((5,),), oracle)
+
+
+def channels() -> Iterator[Case]:
+    """Norms over channels, in both layouts."""
+    group, batch = regions.group_norm_backward, regions.batch_norm_backward
+    for t in ("f32", "f64", "bf16", "f16"):
+        text = fill(regions.GROUP_NORM_BACKWARD, c="5", t=t, x="r (g d) s")
+        yield Case(f"group_norm_backward {t}", text, ROWS, group)
+        text = fill(regions.BATCH_NORM_BACKWARD, c="6", t=t, x="r c s")
+        yield Case(f"batch_norm_backward {t}", text, ((5,), (13,)), batch)
+        text = fill(regions.BATCH_NORM_BACKWARD, c="6", t=t, x="r s c")
+        yield Case(
+            f"batch_norm_backward channels last {t}",
+            text,
+            ((5,), (13,)),
+            regions.channels_last(batch),
+        )
+    text = fill(regions.GROUP_NORM_BACKWARD, c="5", x="r s (g d)")
+    yield Case("group_norm_backward channels last", text, ROWS, regions.channels_last(group))
+    text = fill(regions.GROUP_NORM_BACKWARD, c="1", r="4", x="r (g d) s")
+    yield Case("group_norm_backward one channel a group", text, ((),), group)
+    # Many channels are enough pieces of work: both phases in one launch.
+    text = fill(regions.BATCH_NORM_BACKWARD, c="300", x="r c s")
+    yield Case("batch_norm_backward many channels", text, ((3,),), batch)
+
+
+def others() -> Iterator[Case]:
+    """Masks, strides, sums over everything, other axes, awkward names and values."""
+    for t in ("f32", "f64", "bf16"):
+        yield Case(f"masked {t}", fill(regions.MASKED, t=t), ROWS, regions.masked)
+        yield Case(f"strided {t}", fill(regions.STRIDED, t=t), ((3, 20), (4, 31)), regions.strided)
+        yield Case(f"global {t}", fill(regions.GLOBAL, t=t, w="f32"), ROWS, regions.global_norm)
+    yield Case("softmax over the middle", fill(regions.SOFTMAX_MIDDLE), ROWS, regions.softmax)
+    yield Case(
+        "softmax over the first",
+        fill(regions.SOFTMAX_MIDDLE, r="1"),
+        ((),),
+        regions.softmax,
+    )
+    yield Case("names", fill(regions.NAMES), ROWS, regions.names)
+    yield Case("extremes", fill(regions.EXTREMES), ((5,),), regions.extremes)
+    special = {"x": [NAN, 1.0, INF, -INF, 2.0]}
+    yield Case(
+        "extremes of NaN and Inf",
+        fill(regions.EXTREMES, c="2"),
+        ((5,),),
+        regions.extremes,
+        special,
+    )
+    yield Case("softmax of NaN", fill(regions.SOFTMAX), ((3,),), regions.softmax, {"x": [1.0, NAN]})
+    yield Case(
+        "softmax of Inf",
+        fill(regions.SOFTMAX),
+        ((3,),),
+        regions.softmax,
+        {"x": [-INF, 1.0, 3e38]},
+    )
+
+
+def functions() -> Iterator[Case]:
+    """Every function of the pointwise table, of values and of literals."""
+    from normpass.backend.pointwise import POINTWISE
+
+    positive = {"sqrt", "rsqrt", "log", "log1p", "pow"}
+    for fn, row in POINTWISE.items():
+        count = row.cpp.count("{")
+        for t in ("f32", "f64"):
+            variants = {"": ["x", "y", "z"][:count]}
+            if count > 1:
+                variants[" of a literal"] = ["x", *["0.1"] * (count - 1)]
+                variants[" of a literal first"] = ["0.1", *["y", "z"][: count - 1]]
+            for variant, args in variants.items():
+                if "0" in row.truth or "1" in row.truth:
+                    args = ["m", *args[1:]]
+                text = fill(UNARY, t=t).replace("%F", f"{fn}({', '.join(args)})")
+                text = text.replace("%O", "b8" if "r" in row.truth else t)
+                oracle = pointwise(fn, args, absolute=fn in positive)
+                text = text.replace("%A", ABS[fn in positive])
+                yield Case(f"{fn} {t}{variant}", text, ((7,),), oracle, EQUALS)
+
+
+EQUALS = {"a": [0.5, 0.0, -0.5], "y": [-0.5, 0.0, 0.5], "z": [0.0, NAN, INF]}
+ABS = {True: "abs", False: "neg"}
+UNARY = """
+region function
+axes    r=%R
+input   a: %T[r]
+input   y: %T[r]
+input   z: %T[r]
+m       = gt(a, 0.0)
+x       = %A(a)
+out     = %F
+output  o: %O[r] = out
+"""
+
+
+def pointwise(fn: str, args: Sequence[str], *, absolute: bool) -> Callable[..., Any]:
+    def oracle(a: Tensor, y: Tensor, z: Tensor) -> Any:
+        values = {"a": a, "y": y, "z": z, "m": a > 0, "x": a.abs() if absolute else -a}
+        given = [values[v] if v in values else torch.tensor(float(v), dtype=a.dtype) for v in args]
+        return (getattr(torch, fn)(*given),)
+
+    return oracle
+
+
+FAMILIES = {"norms": norms, "channels": channels, "others": others, "functions": functions}
+
+
+# ---- running them
+
+
+def tilings() -> dict[str, Tiling | None]:
+    """As on a GPU, and with blocks so small that everything streams."""
+    from normpass.backend.codegen.triton_tiling import Tiling
+
+    return {"": None, ", streamed": Tiling(resident=1, chunk=64, tile=64, kept=4)}
+
+
+def make_inputs(case: Case, region: Region, extents: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tensors of the region's shapes and strides, the same in every run."""
+    generator = torch.Generator().manual_seed(sum(map(ord, case.name)) + sum(extents.values()))
+    tensors = {}
+    for buffer in region.inputs:
+        shape, strides = region.shape(buffer, extents), region.strides(buffer, extents)
+        last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        values = torch.randn(last + 1 if all(shape) else 0, generator=generator)
+        if buffer.name == "rstd":
+            values = values.abs() + 0.5
+        for k, value in enumerate(case.special.get(buffer.name, ())):
+            values[k] = value
+        values = values > 0 if buffer.dtype is torch.bool else values.to(buffer.dtype)
+        tensors[buffer.name] = values.as_strided(shape, strides)
+    return tensors
+
+
+def check(case: Case, tiling: Tiling | None, device: str) -> None:
+    """Raises AssertionError if a region's outputs are further from the oracle than they may be."""
+    from normpass.backend.launch_triton import TritonKernel
+    from normpass.passes.region import parse
+
+    region = parse(case.text)
+    kernel = TritonKernel(region, tiling)
+    # Streaming takes many small steps, which the interpreter is slow at.
+    for sizes in case.sizes if tiling is None or "f32" in case.name else case.sizes[:1]:
+        extents = region.extents(sizes)
+        inputs = make_inputs(case, region, extents)
+        found = kernel([tensor.to(device) for tensor in inputs.values()], sizes)
+        assert not kernel._failed, "the kernel could not be built"
+        reference = case.oracle(**{k: raised(v, torch.float64) for k, v in inputs.items()})
+        working = case.oracle(**{k: raised(v, region.compute_dtype) for k, v in inputs.items()})
+        for output, ours, exact, rounded in zip(
+            region.outputs, found, reference, working, strict=True
+        ):
+            what = f"{output.buffer.name} for sizes {sizes}"
+            assert ours.dtype is output.buffer.dtype, what
+            shape, strides = (
+                region.shape(output.buffer, extents),
+                region.strides(output.buffer, extents),
+            )
+            assert (ours.shape, ours.stride()) == (shape, strides), what
+            exact, rounded = exact.reshape(shape), rounded.reshape(shape).to(ours.dtype)
+            if ours.dtype is torch.bool:
+                assert torch.equal(ours.cpu(), rounded), what
+            else:
+                assert_no_less_accurate(ours.cpu(), rounded, exact.double(), what)
+
+
+def raised(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is torch.bool else tensor.to(dtype)
+
+
+def main(device: str, family: str) -> None:
+    results: dict[str, str | None] = {}
+    for case in FAMILIES[family]():
+        for variant, tiling in tilings().items():
+            try:
+                check(case, tiling, device)
+                results[case.name + variant] = None
+            except Exception:
+                results[case.name + variant] = traceback.format_exc()
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,402 @@
+"""Region texts for the Triton generator's tests, and the mathematics of each in PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def fill(text: str, c: str = "70", r: str = "?", t: str = "f32", w: str = "", x: str = "") -> str:
+    """A region's text. c, r: extents. t, w: dtypes of activations and weights. x: their layout."""
+    statistics = "f64" if t == "f64" else "f32"
+    for mark, value in (("%C", c), ("%R", r), ("%T", t), ("%W", w or t), ("%S", statistics)):
+        text = text.replace(mark, value)
+    return text.replace("%X", x).strip()
+
+
+# ---- regions; %T is the activations' dtype, %W the weights', %S the statistics'
+
+LAYER_NORM_BACKWARD = """
+region layer_norm_backward
+axes    r=%R c=%C
+input   g: %T[r c]
+input   w: %W[c]
+input   x: %T[r c]
+input   mean: %S[r 1]
+input   rstd: %S[r 1]
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+gw      = mul(g, w)
+sum_gw  = sum[c](gw)
+n       = numel[c]()
+a       = div(sum_gw, n)
+gwx     = mul(gw, x_hat)
+sum_gwx = sum[c](gwx)
+b       = div(sum_gwx, n)
+less_a  = sub(gw, a)
+xb      = mul(x_hat, b)
+less_b  = sub(less_a, xb)
+dx      = mul(less_b, rstd)
+gx      = mul(g, x_hat)
+dw      = sum[r](gx)
+db      = sum[r](g)
+output  grad_x: %T[r c] = dx
+output  grad_w: %W[c] = dw
+output  grad_b: %W[c] = db
+"""
+
+RMS_NORM_BACKWARD = """
+region rms_norm_backward
+axes    r=%R c=%C
+input   g: %T[r c]
+input   w: %W[c]
+input   x: %T[r c]
+input   rstd: %S[r 1]
+x_hat   = mul(x, rstd)
+gw      = mul(g, w)
+gwx     = mul(gw, x_hat)
+sum_gwx = sum[c](gwx)
+n       = numel[c]()
+b       = div(sum_gwx, n)
+xb      = mul(x_hat, b)
+less_b  = sub(gw, xb)
+dx      = mul(less_b, rstd)
+gx      = mul(g, x_hat)
+dw      = sum[r](gx)
+output  grad_x: %T[r c] = dx
+output  grad_w: %W[c] = dw
+"""
+
+LAYER_NORM_FORWARD = """
+region layer_norm
+axes    r=%R c=%C
+input   x: %T[r c]
+input   w: %W[c]
+input   bias: %W[c]
+n       = numel[c]()
+total   = sum[c](x)
+mean    = div(total, n)
+centred = sub(x, mean)
+square  = mul(centred, centred)
+squares = sum[c](square)
+var     = div(squares, n)
+var_eps = add(var, 1e-05)
+rstd    = rsqrt(var_eps)
+x_hat   = mul(centred, rstd)
+scaled  = mul(x_hat, w)
+y       = add(scaled, bias)
+output  out: %T[r c] = y
+output  save_mean: %S[r 1] = mean
+output  save_rstd: %S[r 1] = rstd
+"""
+
+SOFTMAX = """
+region softmax
+axes    r=%R c=%C
+input   x: %T[r c]
+top     = amax[c](x)
+less    = sub(x, top)
+e       = exp(less)
+total   = sum[c](e)
+y       = div(e, total)
+output  out: %T[r c] = y
+"""
+
+SOFTMAX_BACKWARD = """
+region softmax_backward
+axes    r=%R c=%C
+input   g: %T[r c]
+input   y: %T[r c]
+gy      = mul(g, y)
+total   = sum[c](gy)
+part    = mul(y, total)
+dx      = sub(gy, part)
+output  grad_x: %T[r c] = dx
+"""
+
+SOFTMAX_MIDDLE = """
+region softmax_middle
+axes    r=%R c=%C s=37
+input   x: %T[r c s]
+top     = amax[c](x)
+less    = sub(x, top)
+e       = exp(less)
+total   = sum[c](e)
+y       = div(e, total)
+output  out: %T[r c s] = y
+"""
+
+GROUP_NORM_BACKWARD = """
+region group_norm_backward
+axes    r=%R g=3 d=%C s=35
+input   dy: %T[%X]
+input   w: %W[(g d)]
+input   x: %T[%X]
+input   mean: %S[r g]
+input   rstd: %S[r g]
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+dyx     = mul(dy, x_hat)
+ds      = sum[s](dyx)
+db      = sum[s](dy)
+dsw     = mul(ds, w)
+dbw     = mul(db, w)
+sum_ds  = sum[d](dsw)
+sum_db  = sum[d](dbw)
+n       = numel[d s]()
+a       = div(sum_ds, n)
+b       = div(sum_db, n)
+gw      = mul(dy, w)
+less_b  = sub(gw, b)
+xa      = mul(x_hat, a)
+less_a  = sub(less_b, xa)
+dx      = mul(less_a, rstd)
+dw      = sum[r](ds)
+dbias   = sum[r](db)
+output  grad_x: %T[%X] = dx
+output  grad_w: %W[(g d)] = dw
+output  grad_b: %W[(g d)] = dbias
+"""
+
+BATCH_NORM_BACKWARD = """
+region batch_norm_backward
+axes    r=%R c=%C s=35
+input   dy: %T[%X]
+input   w: %W[c]
+input   x: %T[%X]
+input   mean: %S[c]
+input   rstd: %S[c]
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+dyx     = mul(dy, x_hat)
+ds      = sum[r s](dyx)
+db      = sum[r s](dy)
+n       = numel[r s]()
+a       = div(ds, n)
+b       = div(db, n)
+less_b  = sub(dy, b)
+xa      = mul(x_hat, a)
+less_a  = sub(less_b, xa)
+k       = mul(rstd, w)
+dx      = mul(less_a, k)
+output  grad_x: %T[%X] = dx
+output  grad_w: %W[c] = ds
+output  grad_b: %W[c] = db
+"""
+
+# Three inner levels and an outer sum of what follows them, like layer norm's double backward.
+THREE_LEVELS = """
+region three_levels
+axes    r=%R c=%C
+input   x: %T[r c]
+input   v: %T[r c]
+input   w: %W[c]
+n       = numel[c]()
+total   = sum[c](x)
+mean    = div(total, n)
+centred = sub(x, mean)
+square  = mul(centred, centred)
+squares = sum[c](square)
+var     = div(squares, n)
+var_eps = add(var, 0.1)
+rstd    = rsqrt(var_eps)
+x_hat   = mul(centred, rstd)
+vw      = mul(v, w)
+xv      = mul(x_hat, vw)
+sum_xv  = sum[c](xv)
+b       = div(sum_xv, n)
+xb      = mul(x_hat, b)
+less    = sub(vw, xb)
+y       = mul(less, rstd)
+vy      = mul(v, y)
+dw      = sum[r](vy)
+output  out: %T[r c] = y
+output  grad_w: %W[c] = dw
+"""
+
+# A dropout mask goes in, a ReLU mask comes out.
+MASKED = """
+region masked
+axes    r=%R c=%C
+input   x: %T[r c]
+input   keep: b8[r c]
+twice   = mul(x, 2.0)
+dropped = where(keep, twice, 0.0)
+total   = sum[c](dropped)
+n       = numel[c]()
+mean    = div(total, n)
+y       = sub(dropped, mean)
+up      = gt(y, 0.0)
+both    = logical_and(up, keep)
+z       = where(both, y, 0.1)
+count   = sum[r](both)
+output  out: %T[r c] = z
+output  mask: b8[r c] = both
+output  counts: %W[c] = count
+"""
+
+# Rows that no single axis describes: x is a window of something wider, g is transposed.
+STRIDED = """
+region strided
+axes    a=%R t=5 c=%C
+sizes   step=?
+input   g: %T[a t c] (1, step, 1000)
+input   x: %T[a t c] (1500, 300, 2)
+input   w: %W[c]
+input   one: %T[a t c] (1, 0, 0)
+gw      = mul(g, w)
+gwx     = mul(gw, x)
+total   = sum[c](gwx)
+xt      = mul(x, total)
+less    = sub(gw, xt)
+dx      = mul(less, one)
+gx      = mul(g, x)
+dw      = sum[a t](gx)
+output  grad_x: %T[a t c] = dx
+output  grad_w: %W[c] = dw
+"""
+
+# Normalized by a sum over everything: results of no axes between two launches.
+GLOBAL = """
+region global_norm
+axes    r=%R c=%C
+input   x: %T[r c]
+input   scale: %W[]
+square  = mul(x, x)
+squares = sum[r c](square)
+norm    = sqrt(squares)
+safe    = add(norm, 0.5)
+unit    = div(x, safe)
+y       = mul(unit, scale)
+output  out: %T[r c] = y
+output  length: %W[] = norm
+"""
+
+EXTREMES = """
+region extremes
+axes    r=%R c=%C
+input   x: %T[r c]
+high    = amax[c](x)
+low     = amin[c](x)
+most    = amax[r](x)
+shrunk  = mul(x, 0.05)
+near    = add(shrunk, 1.0)
+grown   = prod[c](near)
+output  highest: %T[r] = high
+output  lowest: %T[r] = low
+output  columns: %T[c] = most
+output  product: %T[r] = grown
+"""
+
+# Names that Python or the generator needs for itself.
+NAMES = """
+region names of all kinds
+axes    tl=%R n=%C
+input   n_n: %T[tl n]
+input   program: %T[n]
+for     = mul(n_n, program)
+acc_for = sum[n](for)
+tl      = sub(for, acc_for)
+mask_n  = sum[tl](tl)
+output  p_n: %T[tl n] = tl
+output  share: %T[n] = mask_n
+"""
+
+
+def variance(x: Tensor) -> Tensor:
+    return ((x - x.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True)
+
+
+def layer_norm_backward(g: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+    x_hat, gw = (x - mean) * rstd, g * w
+    a, b = gw.mean(1, keepdim=True), (gw * x_hat).mean(1, keepdim=True)
+    return rstd * (gw - a - x_hat * b), (g * x_hat).sum(0), g.sum(0)
+
+
+def rms_norm_backward(g: Tensor, w: Tensor, x: Tensor, rstd: Tensor) -> Any:
+    x_hat, gw = x * rstd, g * w
+    return rstd * (gw - x_hat * (gw * x_hat).mean(1, keepdim=True)), (g * x_hat).sum(0)
+
+
+def layer_norm(x: Tensor, w: Tensor, bias: Tensor) -> Any:
+    mean = x.mean(1, keepdim=True)
+    rstd = (variance(x) + 1e-5).rsqrt()
+    return (x - mean) * rstd * w + bias, mean, rstd
+
+
+def softmax(x: Tensor) -> Any:
+    return (torch.softmax(x, 1),)
+
+
+def softmax_backward(g: Tensor, y: Tensor) -> Any:
+    return (g * y - y * (g * y).sum(1, keepdim=True),)
+
+
+def group_norm_backward(dy: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+    """dy, x: r (g d) s"""
+    grouped = (x.shape[0], 3, x.shape[1] // 3, x.shape[2])
+    mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]
+    x_hat = (x.reshape(grouped) - mean) * rstd
+    dy_ = dy.reshape(grouped)
+    gw = dy_ * w.reshape(3, -1, 1)
+    b, a = gw.mean((2, 3), keepdim=True), (gw * x_hat).mean((2, 3), keepdim=True)
+    dx = rstd * (gw - b - x_hat * a)
+    return dx.reshape(x.shape), (dy_ * x_hat).sum((0, 3)).flatten(), dy.sum((0, 2))
+
+
+def batch_norm_backward(dy: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+    """dy, x: r c s"""
+    x_hat = (x - mean[:, None]) * rstd[:, None]
+    b, a = dy.mean((0, 2), keepdim=True), (dy * x_hat).mean((0, 2), keepdim=True)
+    dx = (dy - b - x_hat * a) * (rstd * w)[:, None]
+    return dx, (dy * x_hat).sum((0, 2)), dy.sum((0, 2))
+
+
+def channels_last(oracle: Callable[..., Any]) -> Callable[..., Any]:
+    """The oracle for activations r s c."""
+
+    def moved(dy: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+        dx, dw, db = oracle(dy.movedim(-1, 1), w, x.movedim(-1, 1), mean, rstd)
+        return dx.movedim(1, -1), dw, db
+
+    return moved
+
+
+def three_levels(x: Tensor, v: Tensor, w: Tensor) -> Any:
+    rstd = (variance(x) + 0.1).rsqrt()
+    x_hat = (x - x.mean(1, keepdim=True)) * rstd
+    y = rstd * (v * w - x_hat * (x_hat * v * w).mean(1, keepdim=True))
+    return y, (v * y).sum(0)
+
+
+def masked(x: Tensor, keep: Tensor) -> Any:
+    dropped = torch.where(keep, 2 * x, 0.0)
+    y = dropped - dropped.mean(1, keepdim=True)
+    both = (y > 0) & keep
+    return torch.where(both, y, 0.1), both, both.to(x.dtype).sum(0)
+
+
+def strided(g: Tensor, x: Tensor, w: Tensor, one: Tensor) -> Any:
+    gw = g * w
+    return (gw - x * (gw * x).sum(-1, keepdim=True)) * one, (g * x).sum((0, 1))
+
+
+def global_norm(x: Tensor, scale: Tensor) -> Any:
+    norm = (x * x).sum().sqrt()
+    return x / (norm + 0.5) * scale, norm
+
+
+def extremes(x: Tensor) -> Any:
+    return x.amax(1), x.amin(1), x.amax(0), (x * 0.05 + 1).prod(1)
+
+
+def names(n_n: Tensor, program: Tensor) -> Any:
+    product = n_n * program
+    y = product - product.sum(1, keepdim=True)
+    return y, y.sum(0)
