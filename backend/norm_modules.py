@@ -206,7 +206,7 @@ def _no_region(reductions: Sequence[Line], graphs: Iterable[Passed]) -> str:
             expected = ", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())
             return f"reduces {line.dtype}; regions hold {expected}"
     if not any(line.inner for line in reductions):
-        return "nothing to fuse: plain sums, whose results none of its other values needs"
+        return "nothing to fuse: only plain sums here, such as gradients of weight and bias"
     names = {line.name for line in reductions}
     for decision in (decision for graph in graphs for decision in graph.decisions):
         if names & set(decision.nodes):

@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from normpass.backend.report import human, place, times
+from normpass.backend.report import human, place, refusals, short, times
 from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def page(report: Report) -> str:
         summary=escape(report.summary()),
         fused=_fused(report),
         refused=_refused(report),
-        regions="\n".join(_region(report, k) for k in range(len(report.regions))),
+        regions=_regions(report),
         graphs=_graphs(report),
     )
 
@@ -42,7 +42,7 @@ def _row(cells: Sequence[str], numbers: Sequence[str] = (), tag: str = "td") -> 
 
 def _path(module: str) -> str:
     """Paths may be broken after a dot or a comma, so that narrow windows can hold them."""
-    text = escape(place(module))
+    text = escape(module)
     for mark in (".", "/", ","):
         text = text.replace(mark, f"{mark}<wbr>")
     return f"<code>{text}</code>"
@@ -55,9 +55,9 @@ def _fused(report: Report) -> str:
     rows = [
         _row(
             (
-                f'<a href="#region{k}">{k} {escape(region.name)}</a>',
+                f'<a href="#region{k}">{k} {escape(short(region.name))}</a>',
                 region.phase,
-                _path(region.module),
+                _path(place(region.module)),
                 region.target,
             ),
             (
@@ -79,8 +79,8 @@ def _refused(report: Report) -> str:
     if not report.refused:
         return "<p>None.</p>"
     rows = [
-        _row((escape(norm.name), norm.phase, _path(norm.module), escape(norm.reason)))
-        for norm in report.refused
+        _row((escape(name), phases, _path(module), escape(reason)))
+        for name, phases, module, reason in refusals(report.refused)
     ]
     return _table(_row(("norm", "phase", "module", "reason"), tag="th"), rows)
 
@@ -93,11 +93,23 @@ def _table(head: str, rows: Sequence[str], foot: str = "") -> str:
     )
 
 
-def _region(report: Report, k: int) -> str:
-    region = report.regions[k]
+def _regions(report: Report) -> str:
+    """Every region with its kernel; equal ones once."""
+    equal: dict[tuple[str, str], list[int]] = {}
+    for k, region in enumerate(report.regions):
+        equal.setdefault((region.text, region.target), []).append(k)
+    return "\n".join(_region(report, members) for members in equal.values())
+
+
+def _region(report: Report, members: Sequence[int]) -> str:
+    region = report.regions[members[0]]
+    where = "".join(
+        f'<li id="region{k}">{k}: {report.regions[k].phase} of '
+        f"{_path(place(report.regions[k].module))}</li>"
+        for k in members
+    )
     return (
-        f'<article id="region{k}"><h3>{k} {escape(region.name)}</h3>'
-        f"<p>{region.phase} of {_path(region.module)}</p>"
+        f"<article><h3>{escape(region.name)}</h3><ul>{where}</ul>"
         f"<pre>{escape(region.text)}</pre>"
         f"<details><summary>kernel ({region.target})</summary>"
         f"<pre>{escape(region.source)}</pre></details></article>"
@@ -117,8 +129,12 @@ def _graphs(report: Report) -> str:
 
 def _graph(k: int, graph: Passed, first: int) -> str:
     fused = [decision for decision in graph.decisions if isinstance(decision, Fused)]
+    stay = {line.name for line in graph.after}  # views that are looked at outside too
     inside = {
-        name: first + index for index, decision in enumerate(fused) for name in decision.nodes
+        name: first + index
+        for index, decision in enumerate(fused)
+        for name in decision.nodes
+        if name not in stay
     }
     calls = {decision.call: first + index for index, decision in enumerate(fused)}
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,8 +18,7 @@ from rich.text import Text
 from normpass.backend.traffic import traffic
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from normpass.backend.record import Passed
     from normpass.passes.pipeline import Fused
@@ -142,7 +142,7 @@ class Report:
         table.add_column("target")
         for region in self.regions:
             table.add_row(
-                *map(Text, (_short(region.name), region.phase, place(region.module))),
+                *map(Text, (short(region.name), region.phase, place(region.module))),
                 human(region.bytes_moved),
                 human(region.bytes_least),
                 times(region.bytes_moved, region.bytes_least),
@@ -160,8 +160,7 @@ class Report:
         table = _table("not fused", terminal)
         for heading in ("norm", "phase", "module", "reason"):
             table.add_column(heading, overflow="fold")
-        for norm in self.refused:
-            cells = (_short(norm.name), norm.phase, place(norm.module), norm.reason)
+        for cells in refusals(self.refused):
             table.add_row(*map(Text, cells))
         return table
 
@@ -172,14 +171,32 @@ def _table(title: str, terminal: bool) -> Table:
     return Table(title=Text(title), title_justify="left", title_style="bold", box=look)
 
 
-def _short(name: str) -> str:
+def refusals(refused: Sequence[RefusedNorm]) -> list[tuple[str, str, str, str]]:
+    """Name, phases, module, reason: one row where both phases are refused for the same reason."""
+    phases: dict[tuple[str, str, str], list[str]] = {}
+    for norm in refused:
+        phases.setdefault((short(norm.name), place(norm.module), norm.reason), []).append(
+            norm.phase
+        )
+    return [
+        (name, ", ".join(dict.fromkeys(where)), module, reason)
+        for (name, module, reason), where in phases.items()
+    ]
+
+
+def short(name: str) -> str:
     """The phase has a column of its own."""
     return name.removesuffix("_backward")
 
 
 def place(module: str) -> str:
-    """A module as readers see it; the model itself has an empty path."""
-    return module or "(the model itself)"
+    """A module as readers see it: the model itself has an empty path, and files need not be named from the root."""
+    if os.sep not in module:
+        return module or "(the model itself)"
+    path = Path(module)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return str(Path("...", *path.parts[-2:]))
 
 
 def human(count: int) -> str:

@@ -116,7 +116,9 @@ def module(nodes: Sequence[Node]) -> str:
     """Where a region's inner reductions come from: dotted paths as in named_modules(), or file:line."""
     telling = _telling(nodes)
     paths = dict.fromkeys(path for node in telling if (path := innermost(node)))
-    return ", ".join(paths) or next((line for node in (*telling, *nodes) if (line := _line(node))), "")
+    return ", ".join(paths) or next(
+        (line for node in (*telling, *nodes) if (line := _line(node))), ""
+    )
 
 
 def innermost(node: Node) -> str:

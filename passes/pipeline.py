@@ -110,7 +110,7 @@ def _decide(
             return Refused(*label, reason, members)
         call = put(graph, nodes, lowered, op)
     except (NotLowered, SizeUnknown) as error:
-        return Refused(*label, str(error), members)
+        return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
     device = lowered.inputs[0].meta["val"].device.type
     sizes = tuple(
         hint(size.meta["val"]) if isinstance(size, Node) else int(size) for size in call.args[1]

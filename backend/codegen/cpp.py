@@ -77,6 +77,11 @@ def index_expression(expression: sympy.Expr) -> str:
     return " + ".join(terms)
 
 
+def factor(text: str) -> str:
+    """An expression's text as a factor of a product."""
+    return f"({text})" if " + " in text else text
+
+
 class _Printer:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -167,8 +172,7 @@ class _Printer:
         for axis in self.plan.axes:
             if axis.name in strides:
                 stride = index_expression(strides[axis.name])
-                stride = f"({stride})" if " + " in stride else stride
-                terms.append(axis.name if stride == "1" else f"{axis.name} * {stride}")
+                terms.append(axis.name if stride == "1" else f"{axis.name} * {factor(stride)}")
         return " + ".join(terms) or "0"
 
     def argument(self, arg: Arg, *, vector: bool, truth: bool) -> str:
@@ -211,7 +215,7 @@ class _Printer:
 
     def array_size(self, value: str, axes: Sequence[str]) -> str:
         size = index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
-        return f"({size}) * Vec::size()" if self.is_wide(value, axes) else size
+        return f"{factor(size)} * Vec::size()" if self.is_wide(value, axes) else size
 
     def is_wide(self, value: str, axes: Sequence[str]) -> bool:
         """Whether an array has all lanes at each of its elements: the loop over lanes is outside of those
@@ -225,7 +229,7 @@ class _Printer:
         """The address of a value's element in its array."""
         offset = self.offset(self.array_strides(axes))
         if self.is_wide(value, axes):
-            offset = f"({offset}) * Vec::size()"
+            offset = f"{factor(offset)} * Vec::size()"
         address = f"{self.array(value, axes)} + {offset}"
         if self.jam in self.varies[value] and self.jam not in axes:
             address += f" + j * {self.array_size(value, axes)}"
