@@ -1,4 +1,5 @@
-"""The backend: a Dynamo graph in, a compiled callable out. The whole data flow, read from top to bottom.
+"""The backend: a Dynamo graph in, a compiled callable out. The whole data flow, read from top to
+bottom.
 
     Dynamo graph -> AOTAutograd with our decompositions -> forward and backward graph -> FusionPass:
     regions -> kernels start to compile -> one op each -> the rest compiled by Inductor.
@@ -43,7 +44,8 @@ def normpass(
 ) -> Callable[..., Any]:
     """The function behind `torch.compile(model, backend="normpass")`.
 
-    graph, inputs: what Dynamo hands to every backend. options: see backend/options.py. mode: as for Inductor.
+    graph, inputs: what Dynamo hands to every backend. options: see backend/options.py. mode: as for
+    Inductor.
 
     Raises:
         ValueError: for an option there is not.
@@ -64,15 +66,18 @@ def _compile_with_inductor(
     patches = {**(list_mode_options(mode) if mode else {}), **settings.inductor}
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = FusionPass(settings, _as_tuple(before))
-    return compile_fx(  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(
         graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
     )
+    return compiled
 
 
 def _compile_with_eager(
     graph: GraphModule, inputs: Sequence[Any], settings: Options
 ) -> Callable[..., Any]:
-    """Fused regions, and everything else as eager ops: for debugging, and where nothing can be compiled."""
+    """Fused regions, and everything else as eager ops: for debugging, and where nothing can be
+    compiled.
+    """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -81,10 +86,10 @@ def _compile_with_eager(
     def compiler(inner: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         fusion(inner.graph)
         inner.recompile()
-        return make_boxed_func(inner.forward)  # type: ignore[no-any-return]
+        return make_boxed_func(inner.forward)
 
     backend = aot_autograd(fw_compiler=compiler, decompositions=decomposition_table())
-    return backend(graph, inputs)  # type: ignore[no-any-return]
+    return backend(graph, inputs)
 
 
 def _cannot_build(inputs: Sequence[Any]) -> bool:
@@ -109,7 +114,9 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
 
 
 class FusionPass(CustomGraphPass):
-    """Fuses the regions of one forward or backward graph. Runs after the passes that were configured before it."""
+    """Fuses the regions of one forward or backward graph. Runs after the passes that were
+    configured before it.
+    """
 
     def __init__(self, settings: Options | None = None, before: tuple[Any, ...] = ()) -> None:
         self.settings = settings or Options.parse(None)
@@ -133,8 +140,9 @@ class FusionPass(CustomGraphPass):
         dump.kernels(self.settings.debug, decisions, number)
 
     def uuid(self) -> Any:
-        """What Inductor's cache knows this pass by: our sources and the options. None, so no caching, if a pass
-        before ours has no identity."""
+        """What Inductor's cache knows this pass by: our sources and the options. None, so no
+        caching, if a pass before ours has no identity.
+        """
         others = [
             other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
         ]
@@ -151,8 +159,9 @@ def fusion_pass() -> FusionPass:
 def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
     """The passes alone: a copy of a functional ATen graph with its norm regions fused.
 
-    gm: as from make_fx or AOTAutograd, decomposed with `decompositions()` or not, every node with its
-    example value in `node.meta["val"]`. least_bytes: regions that move fewer bytes stay; None for the measured default.
+    gm: as from make_fx or AOTAutograd, decomposed with `decompositions()` or not, every node with
+    its example value in `node.meta["val"]`. least_bytes: regions that move fewer bytes stay; None
+    for the measured default.
 
     Raises:
         ValueError: if a node has no example value.

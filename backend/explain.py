@@ -1,8 +1,8 @@
 """What was fused, what was not and why: `normpass.explain`.
 
-The function is compiled as `torch.compile(fn, backend="normpass")` does it, run forward and backward, and
-watched. Uses of private interfaces here (Dynamo's cache entries and bytecode hooks, clone_input,
-compile_subgraph_reason) were checked on torch 2.13.
+The function is compiled as `torch.compile(fn, backend="normpass")` does it, run forward and
+backward, and watched. Uses of private interfaces here (clone_input, compile_subgraph_reason,
+counters, the cache settings) were checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from inspect import signature
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,9 @@ from normpass.backend import record
 from normpass.backend.codegen import cpp
 from normpass.backend.norm_modules import Break, Seen, canonical, missing, paths
 from normpass.backend.options import Options
-from normpass.backend.plan import GPU, make_plan
+from normpass.backend.plan import make_plan
 from normpass.backend.report import FusedNorm, RefusedNorm, Report
+from normpass.backend.tree import GPU
 from normpass.passes.pipeline import Fused, Refused
 from normpass.passes.region import parse
 
@@ -40,12 +42,14 @@ def explain(
 ) -> Report:
     """Compiles a function forward and backward, and reports every norm: fused or not and why.
 
-    It runs once, under the grad mode and autocast of the caller, and if any floating-point output requires a gradient
-    then backward too, from all of them with random cotangents. Everything is compiled anew, past the caches
-    that would skip the passes; functions that were compiled before stay so.
+    It runs once, under the grad mode and autocast of the caller, and if any floating-point output
+    requires a gradient then backward too, from all of them with random cotangents. Everything is
+    compiled anew, past the caches that would skip the passes; functions that were compiled before
+    stay so.
 
-    The caller's tensors stay as they are: the run has copies of the arguments and of the buffers (running
-    statistics), gradients are returned rather than added to `.grad`, and random generators are put back.
+    The caller's tensors stay as they are: the run has copies of the arguments and of the buffers
+    (running statistics), gradients are returned rather than added to `.grad`, and random
+    generators are put back.
 
     Args:
         fn: a module or a function, compiled already or not. Its outputs may have any structure.
@@ -91,7 +95,7 @@ def _original(fn: Any) -> Any:
 
 
 def _title(fn: Any) -> str:
-    return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__qualname__", repr(fn))
+    return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
 
 
 # ---- compiling
@@ -116,7 +120,8 @@ class _Watcher:
         options = {
             name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__
         }
-        # In the options, because a thread that compiles a backward does not see config patches of ours.
+        # In the options, because a thread that compiles a backward does not see config patches of
+        # ours.
         options["inductor"] = {
             **self.settings.inductor,
             "fx_graph_cache": False,
@@ -148,41 +153,21 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     return fn(*args, **kwargs)
 
 
-@contextmanager
-def _compiled(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`_call` compiled afresh, and nothing left behind.
+def _compiled(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`_call` compiled afresh, beside everything compiled before.
 
-    Dynamo keeps what it compiled with the code object of the frame. A copy of `_call` has one of its own, which
-    goes when it goes. Where a graph breaks, frames of the user's are compiled themselves: those entries are
-    taken out again, because they would count against the limit of recompilations.
+    Dynamo keeps what it compiled with the code object of a frame. A copy of `_call` has one of its
+    own, which goes when it goes. Where a graph breaks, frames of the user's are compiled themselves
+    and keep an entry for this backend; torch 2.13 and later do not count it against the limit of
+    recompilations of the user's own.
     """
-    from torch._dynamo import convert_frame
-    from torch._functorch import config as functorch_config
-
-    made: list[tuple[CodeType, CodeType]] = []
     call = FunctionType(_call.__code__.replace(), globals())
-    hook = convert_frame.register_bytecode_hook(lambda old, new: made.append((old, new)))
-    try:
-        with functorch_config.patch(enable_autograd_cache=False):
-            # dynamic=False: shapes seen in an earlier call must not make this one's dynamic. Those that
-            # are marked (torch._dynamo.mark_dynamic) stay so.
-            yield torch.compile(call, backend=backend, dynamic=False)
-    finally:
-        hook.remove()
-        for code, compiled in made:
-            if code is not call.__code__:
-                _forget(code, compiled)
-
-
-def _forget(code: CodeType, compiled: CodeType) -> None:
-    from torch._C._dynamo import eval_frame
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-    for entry in eval_frame._debug_get_cache_entry_list(code):
-        guards = entry.guard_manager
-        if entry.code is compiled and guards.extra_state is not None:
-            gone = DeletedGuardManagerWrapper("normpass.explain is done")
-            guards.extra_state.invalidate(entry, gone)
+    # dynamic=False: shapes seen in an earlier call must not make this one's dynamic. Those that
+    # are marked (torch._dynamo.mark_dynamic) stay so.
+    keywords: dict[str, Any] = {"backend": backend, "dynamic": False}
+    if "isolate_recompiles" in signature(torch.compile).parameters:
+        keywords["isolate_recompiles"] = True
+    return torch.compile(call, **keywords)
 
 
 # ---- running
@@ -192,25 +177,30 @@ def _run(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], backend: _Watcher
 ) -> bool:
     """Runs forward and backward; whether there was a backward."""
+    from torch._functorch import config as functorch_config
+
     modules = [m for m in pytree.tree_leaves((fn, args, dict(kwargs))) if isinstance(m, nn.Module)]
     modules += list(paths(fn, args, kwargs).values())
     with ExitStack() as stack:
         stack.enter_context(_random_state(args, kwargs, modules))
         stack.enter_context(_buffers_aside(modules))
-        call = stack.enter_context(_compiled(backend))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         copies = _copies((tuple(args), dict(kwargs)))
         since = _now()
-        return _backward(list(_tensors(call(fn, *copies), set())), since)
+        outputs = _compiled(backend)(fn, *copies)
+        return _backward(list(_tensors(outputs, set())), since)
 
 
 def _backward(outputs: Sequence[Tensor], since: int) -> bool:
-    """Runs backward from all outputs that require a gradient, through all that was recorded since; whether
-    there was anything."""
+    """Runs backward from all outputs that require a gradient, through all that was recorded since;
+    whether there was anything.
+    """
     ends = [y for y in outputs if y.requires_grad and (y.is_floating_point() or y.is_complex())]
     edges = _edges_behind(ends, since)
     if not edges:
         return False
-    # Named edges, because then nothing is added to a `.grad` and no graph of the caller's is entered.
+    # Named edges, because then nothing is added to a `.grad` and no graph of the caller's is
+    # entered.
     torch.autograd.grad(ends, edges, [torch.randn_like(y) for y in ends], allow_unused=True)
     return True
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.backend.codegen import triton as generator
-from normpass.backend.plan import GPU, make_plan
+from normpass.backend.plan import make_plan
 from normpass.backend.reference import evaluate
 from normpass.backend.toolchain import cache_dir
+from normpass.backend.tree import GPU
 from normpass.passes.region import Region, parse
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Node
 from torch.fx.node import map_arg
 
 from normpass.passes import names
@@ -15,7 +14,7 @@ from normpass.passes.regions import fusable
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
-    from torch.fx import Graph
+    from torch.fx import Graph, Node
 
 LONGEST_TEXT = 60
 
@@ -24,9 +23,9 @@ LONGEST_TEXT = 60
 class Line:
     """One node.
 
-    place: its module's dotted path, or file:line. op: the name of what it calls, "" for what is no call.
-    reduction: whether it is one. fusable: whether a region may hold it at all. inner: for a reduction,
-    whether its result meets something larger again, as in every norm.
+    place: its module's dotted path, or file:line. op: the name of what it calls, "" for what is no
+    call. reduction: whether it is one. fusable: whether a region may hold it at all. inner: for a
+    reduction, whether its result meets something larger again, as in every norm.
     """
 
     name: str
@@ -84,7 +83,9 @@ def _op(node: Node) -> str:
 
 
 def _dtype(node: Node) -> str:
-    """The dtype of what a node reads first, which a reduction is bound by; "" where there is no tensor."""
+    """The dtype of what a node reads first, which a reduction is bound by; "" where there is no
+    tensor.
+    """
     for tensor in (arg.meta.get("val") for arg in node.all_input_nodes):
         if isinstance(tensor, torch.Tensor):
             return str(tensor.dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from normpass.passes.pipeline import Refused
 from normpass.passes.region import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.fx import Graph
 
@@ -49,8 +49,8 @@ class Break:
 class Seen:
     """What one compilation showed.
 
-    graphs: that went through the pass. reached: ids of the modules Dynamo traced. phases: that were run.
-    fuse: whether fusion was on.
+    graphs: that went through the pass. reached: ids of the modules Dynamo traced. phases: that
+    were run. fuse: whether fusion was on.
     """
 
     graphs: Sequence[Passed]
@@ -63,9 +63,9 @@ class Seen:
 def paths(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Every module that a function can be seen to use, by its dotted path.
 
-    As in named_modules() where there is one model: the function itself, the object it is a method of, or the
-    only one among its arguments, its closure and the globals it names. Several are told apart by the names
-    they have there.
+    As in named_modules() where there is one model: the function itself, the object it is a method
+    of, or the only one among its arguments, its closure and the globals it names. Several are told
+    apart by the names they have there.
     """
     roots = {"": fn} if isinstance(fn, nn.Module) else _roots(fn, args, kwargs)
     single = len(roots) == 1 and not any(is_norm(root) for root in roots.values())
@@ -120,10 +120,12 @@ def _named_norm(module: Any) -> bool:
 
 
 def canonical(graph: Graph, path_of: Mapping[int, str]) -> Iterator[int]:
-    """Rewrites the module paths of a graph of Dynamo's to the user's own, and yields the ids of its modules.
+    """Rewrites the module paths of a graph of Dynamo's to the user's own, and yields the ids of
+    its modules.
 
-    Dynamo's begin at the frame that it traced: a submodule's after a graph break, this package's in explain.
-    Its keys are str(id(module)), with "@" and a number from a module's second call on (torch 2.11 to 2.15).
+    Dynamo's begin at the frame that it traced: a submodule's after a graph break, this package's
+    in explain. Its keys are str(id(module)), with "@" and a number from a module's second call on
+    (torch 2.11 to 2.15).
     """
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack")
@@ -141,7 +143,9 @@ def canonical(graph: Graph, path_of: Mapping[int, str]) -> Iterator[int]:
 
 
 def missing(found: Mapping[str, Any], seen: Seen) -> list[Refused]:
-    """Every norm module in every phase that no decision names, with the reason that can be established."""
+    """Every norm module in every phase that no decision names, with the reason that can be
+    established.
+    """
     decisions = [decision for graph in seen.graphs for decision in graph.decisions]
     named = {(d.phase, path) for d in decisions for path in d.module.split(", ")}
     return [
@@ -200,7 +204,7 @@ def _no_reductions(module: Any, phase: str, has_lines: bool) -> str:
     return "nothing to fuse: it has no reductions"
 
 
-def _no_region(reductions: Sequence[Line], graphs: Iterable[Passed]) -> str:
+def _no_region(reductions: Sequence[Line], graphs: Sequence[Passed]) -> str:
     for line in reductions:
         if not line.fusable:
             expected = ", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())
@@ -212,4 +216,6 @@ def _no_region(reductions: Sequence[Line], graphs: Iterable[Passed]) -> str:
         if names & set(decision.nodes):
             verb = "refused" if isinstance(decision, Refused) else "fused"
             return f"part of the region of {decision.module or 'the graph'}, which was {verb}"
-    return "no region could be grown around its reductions, or it met one that was refused"
+    if any(isinstance(decision, Refused) for graph in graphs for decision in graph.decisions):
+        return "no region of its own: what grows from it meets a region that was refused"
+    return "no region could be grown around its reductions"

@@ -1,11 +1,12 @@
 """torch.ops.normpass.region: a fused region as one functional operator.
 
-The region travels as text in the operator's argument, so that Inductor's caches can keep a graph that contains
-it and a fresh process can run it.
+The region travels as text in the operator's argument, so that Inductor's caches can keep a graph
+that contains it and a fresh process can run it.
 
     region(Tensor[] inputs, SymInt[] sizes, str text) -> Tensor[]
 
-inputs: as the text's `input` lines say. sizes: its run-time integers. Returns its `output`s, new tensors all.
+inputs: as the text's `input` lines say. sizes: its run-time integers. Returns its `output`s, new
+tensors all.
 """
 
 from __future__ import annotations

@@ -66,9 +66,12 @@ class Options:
             raise ValueError(
                 f"option inner: expected one of {', '.join(choices)}, found {result.inner!r}"
             )
+        if not isinstance(result.fuse, bool):
+            raise ValueError(f"option fuse: expected True or False, found {result.fuse!r}")
         if result.least_bytes is not None and not isinstance(result.least_bytes, int):
             raise ValueError(
-                f"option least_bytes: expected a number of bytes or None, found {result.least_bytes!r}"
+                "option least_bytes: expected a number of bytes or None, found "
+                f"{result.least_bytes!r}"
             )
         return result
 

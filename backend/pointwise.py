@@ -1,8 +1,8 @@
 """One table: each pointwise function of a region and its expression in every dialect.
 
-The functions' names and the ATen ops that mean them are in passes/pointwise.py. A row here says how C++
-(normpass.h supplies what numbers and vectors spell differently), Triton and eager PyTorch write it.
-`{0}`, `{1}`, ... stand for the arguments.
+The functions' names and the ATen ops that mean them are in passes/pointwise.py. A row here says how
+C++ (normpass.h supplies what numbers and vectors spell differently), Triton and eager PyTorch write
+it. `{0}`, `{1}`, ... stand for the arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expression:
-    """cpp, triton: expressions. eager: the function on tensors. truth: which arguments are truth values
-    ("0" for the first, ...), and "r" if the result is one."""
+    """cpp, triton: expressions. eager: the function on tensors. truth: which arguments are truth
+    values ("0" for the first, ...), and "r" if the result is one.
+    """
 
     cpp: str
     triton: str
@@ -73,7 +74,9 @@ POINTWISE: dict[str, Expression] = {
 
 
 def truth_values(region: Region) -> frozenset[str]:
-    """The names of a region's values that are truth values: boolean inputs, comparisons and what combines them."""
+    """The names of a region's values that are truth values: boolean inputs, comparisons and what
+    combines them.
+    """
     truth = {buffer.name for buffer in region.inputs if buffer.dtype is torch.bool}
     truth |= {op.name for op in region.ops if op.fn in POINTWISE and "r" in POINTWISE[op.fn].truth}
     return frozenset(truth)

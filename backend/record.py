@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._dynamo.utils import counters
+from torch._logging._internal import trace_structured
 
 from normpass.backend.listing import Line, is_backward, listing
 from normpass.passes.pipeline import Decision, Fused
@@ -97,7 +97,7 @@ def decisions(made: Sequence[Decision]) -> None:
                 decision.reason,
             )
     if made:
-        torch._logging.trace_structured(
+        trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": "normpass_decisions", "encoding": "string"},
             payload_fn=lambda: "\n\n".join(map(describe, made)),

@@ -5,7 +5,7 @@ The path that is left when a kernel cannot be built, and the one for devices wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +38,9 @@ def _over_axes(
     extents: Mapping[str, int],
     compute: torch.dtype,
 ) -> Tensor:
-    """[dims of the buffer] -> [one dimension an axis], of size one where the tensor does not vary over it."""
+    """[dims of the buffer] -> [one dimension an axis], of size one where the tensor does not vary
+    over it.
+    """
     order = [axis for dim in buffer.dims for axis in dim]
     split = tensor.reshape([extents[axis] for axis in order])
     present = [axis for axis in axes if axis in order]
@@ -78,7 +80,7 @@ def _reduce(op: Op, value: Tensor, axes: Sequence[str]) -> Tensor:
         for dim in dims:
             value = value.prod(dim, keepdim=True)
         return value
-    reduce = {"sum": torch.sum, "amax": torch.amax, "amin": torch.amin}[op.fn]
+    reduce: Any = {"sum": torch.sum, "amax": torch.amax, "amin": torch.amin}[op.fn]
     return reduce(value, dims, keepdim=True)
 
 

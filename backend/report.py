@@ -32,10 +32,11 @@ WIDEST = 160
 class FusedNorm:
     """A norm that became one kernel.
 
-    name: the region's. module: its modules' dotted paths, or file:line; "" is the model itself. phase:
-    "forward" or "backward". bytes_least: every input read once and every output written once.
-    bytes_moved, passes: what its plan moves through memory on this machine, and how often it goes over
-    its largest input (backend/traffic.py has the rule). target: "cpp" or "triton". text: the region.
+    name: the region's. module: its modules' dotted paths, or file:line; "" is the model itself.
+    phase: "forward" or "backward". bytes_least: every input read once and every output written
+    once. bytes_moved, passes: what its plan moves through memory on this machine, and how often it
+    goes over its largest input (backend/traffic.py has the rule). target: "cpp" or "triton". text:
+    the region.
     """
 
     name: str
@@ -86,8 +87,8 @@ class RefusedNorm:
 class Report:
     """What `normpass.explain` found.
 
-    title: what was explained. regions, refused: norms. graphs: those that went through the pass, before and after.
-    `print(report)` is a table, `report.save("report.html")` a page.
+    title: what was explained. regions, refused: norms. graphs: those that went through the pass,
+    before and after. `print(report)` is a table, `report.save("report.html")` a page.
     """
 
     title: str
@@ -128,7 +129,9 @@ class Report:
         return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page that needs nothing else: the table, regions, kernels, and the graphs before and after."""
+        """Writes a page that needs nothing else: the table, regions, kernels, and the graphs
+        before and after.
+        """
         from normpass.backend.page import page
 
         Path(path).write_text(page(self), encoding="utf-8")
@@ -190,7 +193,9 @@ def short(name: str) -> str:
 
 
 def place(module: str) -> str:
-    """A module as readers see it: the model itself has an empty path, and files need not be named from the root."""
+    """A module as readers see it: the model itself has an empty path, and files need not be named
+    from the root.
+    """
     if os.sep not in module:
         return module or "(the model itself)"
     path = Path(module)

@@ -15,7 +15,7 @@ from normpass.backend import toolchain
 from normpass.backend.codegen import cpp
 from normpass.backend.plan import make_plan
 from normpass.backend.reference import evaluate
-from normpass.passes.region import Buffer, Region, parse, product
+from normpass.passes.region import Buffer, parse, product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +56,13 @@ class Kernel:
 
     def __init__(self, text: str) -> None:
         self.region = parse(text)
-        self.source = cpp.generate(make_plan(self.region))
-        self._library: Future[ctypes.CDLL] | None = toolchain.start(self.source)
+        self._library: Future[ctypes.CDLL] | None = None
+        try:
+            self.source = cpp.generate(make_plan(self.region))
+            self._library = toolchain.start(self.source)
+        except Exception as error:  # a fault of ours, of whatever kind, must not cost a user's run
+            self.source = ""
+            self._warn(repr(error))
         self._function: ctypes._NamedFuncPointer | None = None
         self._launches: dict[tuple[int, ...], _Launch] = {}
         tensors = len(self.region.inputs) + len(self.region.outputs)
@@ -71,9 +76,16 @@ class Kernel:
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self._prepare(key)
+        if len(inputs) != len(launch.inputs):
+            raise ValueError(
+                f"region {self.region.name}: expected {len(launch.inputs)} tensors, "
+                f"found {len(inputs)}"
+            )
         tensors = [
             tensor
-            if tensor.stride() == want.strides and tensor.dtype is want.dtype
+            if tensor.stride() == want.strides
+            and tensor.shape == want.shape
+            and tensor.dtype is want.dtype
             else self._relayout(tensor, want)
             for tensor, want in zip(inputs, launch.inputs, strict=True)
         ]
@@ -97,13 +109,16 @@ class Kernel:
             self._function = function
         except (toolchain.CompileError, OSError, AttributeError) as error:
             self._library = None
-            log.warning(
-                "region %s runs unfused: its C++ kernel could not be built: %s",
-                self.region.name,
-                error,
-            )
+            self._warn(error)
             return None
         return self._function
+
+    def _warn(self, reason: object) -> None:
+        log.warning(
+            "region %s runs unfused: its C++ kernel could not be built: %s",
+            self.region.name,
+            reason,
+        )
 
     def _prepare(self, sizes: tuple[int, ...]) -> _Launch:
         region = self.region
@@ -127,7 +142,8 @@ class Kernel:
         )
 
     def _relayout(self, tensor: Tensor, want: _Layout) -> Tensor:
-        """The tensor as the kernel was planned for; a copy only where elements really lie elsewhere.
+        """The tensor as the kernel was planned for; a copy only where elements really lie
+        elsewhere.
 
         Raises:
             ValueError: if it is another tensor altogether, with what was expected and found.
@@ -142,7 +158,12 @@ class Kernel:
             for size, have, step in zip(want.shape, tensor.stride(), want.strides, strict=True)
         ):
             return tensor
-        return torch.empty_strided(want.shape, want.strides, dtype=want.dtype).copy_(tensor)
+        # Where an expanded tensor is expected, one element stands for all.
+        for dim, step in enumerate(want.strides):
+            if step == 0 and want.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+        laid_out = torch.empty_strided(tensor.shape, want.strides, dtype=want.dtype)
+        return laid_out.copy_(tensor).expand(want.shape)
 
 
 @cache

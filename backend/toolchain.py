@@ -1,7 +1,9 @@
-"""The C++ compiler behind CPU kernels: torch's own builder, and a cache that survives other processes.
+"""The C++ compiler behind CPU kernels: torch's own builder, and a cache that survives other
+processes.
 
-The one module that touches torch._inductor.cpp_builder (checked on torch 2.11, 2.13 and 2.15: CppBuilder,
-CppTorchDeviceOptions, pick_vec_isa and get_cpp_compiler keep their names and arguments).
+The one module that touches torch._inductor.cpp_builder (checked on torch 2.11, 2.13 and 2.15:
+CppBuilder, CppTorchDeviceOptions, pick_vec_isa and get_cpp_compiler keep their names and
+arguments).
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import torch
 log = logging.getLogger(__name__)
 
 HEADER = Path(__file__).parent / "codegen" / "normpass.h"
-# Contracting a*b+c is one rounding less: never a larger error, and the same bits on every run. Warnings are those of
-# torch's own headers by the hundred: off, so that an error can be read.
+# Contracting a*b+c is one rounding less: never a larger error, and the same bits on every run.
+# Warnings are those of torch's own headers by the hundred: off, so that an error can be read.
 EXTRA_FLAGS = ("-ffp-contract=fast", "-w")
 
 compiled = 0  # kernels this process has compiled rather than found; tests read it
@@ -62,7 +64,9 @@ def _header_digest() -> bytes:
     return hashlib.sha256(HEADER.read_bytes()).digest()
 
 
-def _builder(source: Path, name: str, directory: Path, include: Path, **kind: bool) -> Any:
+def _builder(
+    source: Path, name: str, directory: Path, include: Path, *, precompiling: bool = False
+) -> Any:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -70,7 +74,7 @@ def _builder(source: Path, name: str, directory: Path, include: Path, **kind: bo
         vec_isa=pick_vec_isa(),
         device_type="cpu",
         extra_flags=[*EXTRA_FLAGS, f"-I{include}"],
-        **kind,
+        precompiling=precompiling,
     )
     return CppBuilder(
         name=name, sources=str(source), BuildOption=options, output_dir=str(directory)
@@ -86,9 +90,10 @@ def _command() -> bytes:
 
 @cache
 def _include() -> Path:
-    """The folder of normpass.h, precompiled where the compiler is GCC: that takes four seconds once on a machine and
-    makes each kernel compile in a third of the time. Lies where Inductor keeps its own precompiled headers, which outlive a
-    cache."""
+    """The folder of normpass.h, precompiled where the compiler is GCC: that takes four seconds once
+    on a machine and makes each kernel compile in a third of the time. Lies where Inductor keeps its
+    own precompiled headers, which outlive a cache.
+    """
     from torch._inductor import config, cpp_builder
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -128,7 +133,7 @@ def load(source: str) -> ctypes.CDLL:
     key = key_of(source)
     library, checksum = directory / f"{key}.so", directory / f"{key}.sum"
     if not _is_whole(library, checksum):
-        if library.exists():
+        if library.exists() and checksum.exists():  # else another process is about to finish
             log.warning("kernel %s in the cache is damaged: building it again", library)
         _build(source, library, checksum)
     return ctypes.CDLL(str(library))
@@ -142,7 +147,9 @@ def _is_whole(library: Path, checksum: Path) -> bool:
 
 
 def _build(source: str, library: Path, checksum: Path) -> None:
-    """Builds in a folder of its own and moves the result into place: other processes see all or nothing."""
+    """Builds in a folder of its own and moves the result into place: other processes see all or
+    nothing.
+    """
     global compiled
     from torch._inductor.exc import CppCompileError
 
@@ -172,7 +179,9 @@ _lock = Lock()
 
 
 def start(source: str) -> Future[ctypes.CDLL]:
-    """Begins to build a kernel beside whatever else is compiled; the result is waited for at first launch."""
+    """Begins to build a kernel beside whatever else is compiled; the result is waited for at first
+    launch.
+    """
     global _pool
     with _lock:
         if source not in _futures:

@@ -1,13 +1,15 @@
 """What a kernel moves through memory, read off its plan.
 
-The rule. A tensor's first sweep comes from memory. A later phase of the same loop body that reads it
-again finds it in cache if all that the phases in between touch, with the loops around that body standing
-still, fits there; otherwise that is another sweep. In the same way a tensor that does not vary along a loop
-(a weight, from row to row) is read anew in each iteration if an iteration touches more than the cache holds.
-Writes go to memory once; partial sums are small and not counted.
+The rule. A tensor's first sweep comes from memory. A later phase of the same loop body that reads
+it again finds it in cache if all that the phases in between touch, with the loops around that body
+standing still, fits there; otherwise that is another sweep. In the same way a tensor that does not
+vary along a loop (a weight, from row to row) is read anew in each iteration if an iteration
+touches more than the cache holds. Writes go to memory once; partial sums are small and not
+counted.
 
-So layer norm's backward is one pass over memory as long as a row of all its tensors stays in a worker's
-cache, and batch norm's backward over rows in memory order is two, unless the whole tensor does.
+So layer norm's backward is one pass over memory as long as a row of all its tensors stays in a
+worker's cache, and batch norm's backward over rows in memory order is two, unless the whole tensor
+does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 
-from normpass.backend.plan import CPU, GPU, Access, Load, Loop, Node, Store, make_plan
+from normpass.backend.plan import make_plan
+from normpass.backend.tree import CPU, GPU, Access, Load, Loop, Node, Store
 from normpass.passes.region import parse, product
 
 if TYPE_CHECKING:
@@ -42,7 +45,9 @@ class Caches:
 
 @dataclass(frozen=True)
 class Traffic:
-    """read, written: bytes from and to memory. passes: how often the kernel goes over its largest input."""
+    """read, written: bytes from and to memory. passes: how often the kernel goes over its largest
+    input.
+    """
 
     read: int
     written: int
@@ -56,8 +61,8 @@ class Traffic:
 def traffic(text: str, sizes: Sequence[int], device: str, caches: Caches | None = None) -> Traffic:
     """What the kernel of a region moves.
 
-    text: the region's. sizes: its run-time sizes, in order. device: "cpu" or "cuda". caches: those of this
-    machine if None.
+    text: the region's. sizes: its run-time sizes, in order. device: "cpu" or "cuda". caches: those
+    of this machine if None.
     """
     region = parse(text)
     plan = make_plan(region, GPU if device == "cuda" else CPU)
@@ -101,7 +106,9 @@ class _Sweeps:
         return sum(self.bytes(access, still) for access in touched.values()) <= room
 
     def of(self, body: Sequence[Node], still: frozenset[str]) -> dict[str, int]:
-        """Sweeps from memory over the part of each tensor that a body reads, by the tensor's name."""
+        """Sweeps from memory over the part of each tensor that a body reads, by the tensor's
+        name.
+        """
         counts: dict[str, int] = {}
         last: dict[str, int] = {}  # the child that touched a tensor last
         for k, child in enumerate(body):
@@ -129,7 +136,7 @@ class _Sweeps:
         return {name: n if name in varies else n * times for name, n in counts.items()}
 
 
-def _leaves(nodes: Sequence[Node], kind: type[Load] | type[Store]) -> Iterator[Load | Store]:
+def _leaves(nodes: Sequence[Node], kind: type[Load | Store]) -> Iterator[Load | Store]:
     for node in nodes:
         if isinstance(node, Loop):
             yield from _leaves(node.body, kind)
@@ -139,7 +146,9 @@ def _leaves(nodes: Sequence[Node], kind: type[Load] | type[Store]) -> Iterator[L
 
 @cache
 def caches_of(device: str) -> Caches:
-    """What this machine has: on a CPU the larger of a core's second level and its share of the last one."""
+    """What this machine has: on a CPU the larger of a core's second level and its share of the
+    last one.
+    """
     if device == "cuda":
         card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
         shared = getattr(card, "L2_cache_size", USUAL_LAST)

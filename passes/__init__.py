@@ -1,1 +1,1 @@
-"""REWRITING: FX graph in, FX graph out. Finds norm regions and puts one fused op in place of each."""
+"""REWRITING: FX graph in, FX graph out. Finds norm regions and fuses each into one op."""

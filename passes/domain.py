@@ -1,16 +1,18 @@
-"""The iteration domain of a set of graph nodes: axes, and which of them every tensor's dimensions are made of.
+"""The iteration domain of a set of graph nodes: axes, and which of them every tensor's dimensions
+are made of.
 
-Each dimension of each tensor is a product of axes. Ops relate them: a pointwise op says that its arguments'
-dimensions are the same, a view regroups the axes, a permute reorders them, a reduction removes some. Where two
-spellings of one dimension meet, [C] and [G, D], the axis is split and every tensor that has it with it. A view
-that no splitting can express (slices, [6, 4] as [8, 3]) does not belong to the domain, and says so.
+Each dimension of each tensor is a product of axes. Ops relate them: a pointwise op says that its
+arguments' dimensions are the same, a view regroups the axes, a permute reorders them, a reduction
+removes some. Where two spellings of one dimension meet, [C] and [G, D], the axis is split and every
+tensor that has it with it. A view that no splitting can express (slices, [6, 4] as [8, 3]) does not
+belong to the domain, and says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -46,8 +48,9 @@ def shape_of(node: Node) -> list[sympy.Expr]:
 
 
 class Domain:
-    """Axes and the dimensions of nodes over them. Grows by `add`, which either succeeds or raises and must then
-    be thrown away: `copy` first."""
+    """Axes and the dimensions of nodes over them. Grows by `add`, which either succeeds or raises
+    and must then be thrown away: `copy` first.
+    """
 
     def __init__(self) -> None:
         self.table: list[_Axis] = []
@@ -134,7 +137,10 @@ class Domain:
         elif kind is Kind.VIEW:
             dims = self.view(node)
         elif kind is Kind.ITEM:
-            dims = self.dims[node.all_input_nodes[0]]
+            source = node.all_input_nodes[0]
+            if source not in self.dims:
+                raise NotExpressible(f"{source.name}, whose result it is, stands outside")
+            dims = self.dims[source]
         else:
             raise NotExpressible(f"{node.target} is neither pointwise, reduction nor view")
         if node in self.dims:
@@ -195,14 +201,15 @@ class Domain:
 
     def view(self, node: Node) -> Dims:
         source = node.all_input_nodes[0]
-        match node.target.overloadpacket:
+        arguments: Any = node.args[1:]
+        match getattr(node.target, "overloadpacket", None):
             case torch.ops.aten.permute:
-                return tuple(self.dims[source][k] for k in node.args[1])
+                return tuple(self.dims[source][k] for k in arguments[0])
             case torch.ops.aten.transpose:
-                order = list(range(len(self.dims[source])))
-                a, b = node.args[1], node.args[2]
-                order[a], order[b] = order[b], order[a]
-                return tuple(self.dims[source][k] for k in order)
+                dims = list(self.dims[source])
+                a, b = arguments
+                dims[a], dims[b] = dims[b], dims[a]
+                return tuple(dims)
             case torch.ops.aten.t:
                 return tuple(reversed(self.dims[source]))
             case torch.ops.aten.expand:

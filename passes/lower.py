@@ -1,4 +1,6 @@
-"""From graph nodes and their domain to a region: views disappear, values get names, equal ones are written once."""
+"""From graph nodes and their domain to a region: views disappear, values get names, equal ones are
+written once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import torch
 from torch.fx import Node
 
 from normpass.passes.domain import NotExpressible, extent_of
-from normpass.passes.region import Arg, Axis, Buffer, Op, Output, Region, Stride, verify
+from normpass.passes.region import (
+    Arg,
+    Axis,
+    Buffer,
+    Op,
+    Output,
+    Region,
+    Stride,
+    product,
+    verify,
+)
 from normpass.passes.vocabulary import (
     COMPOSED,
     CONSTANTS,
@@ -61,20 +73,26 @@ def lower(name: str, nodes: Sequence[Node], domain: Domain) -> Lowered:
 
 
 def outputs_of(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes whose results are needed outside; a view's result is its source's, looked at outside."""
+    """The nodes whose results are needed outside; a view's result is its source's, looked at
+    outside.
+    """
     inside = set(nodes)
     return [
         node
         for node in nodes
         if kind_of(node) is not Kind.VIEW
         and isinstance(node.meta["val"], torch.Tensor)
-        and any(isinstance(arg.meta.get("val"), torch.Tensor | tuple) for arg in node.all_input_nodes)
+        and any(
+            isinstance(arg.meta.get("val"), torch.Tensor | tuple) for arg in node.all_input_nodes
+        )
         and _escapes(node, inside)
     ]
 
 
 def _escapes(node: Node, inside: set[Node]) -> bool:
-    """Whether somebody outside reads a node, directly or through a view (views are free to repeat outside)."""
+    """Whether somebody outside reads a node, directly or through a view (views are free to repeat
+    outside).
+    """
     return any(
         user not in inside or (kind_of(user) is Kind.VIEW and _escapes(user, inside))
         for user in node.users
@@ -137,7 +155,7 @@ class _Lowering:
         return list(found)
 
     def name_axes(self) -> None:
-        """Single letters: local axes apart from parallel ones, in the order of the largest tensor."""
+        """Single letters: local axes, parallel axes, in the order of the largest tensor."""
         largest = max(self.nodes, key=lambda node: len(self.domain.axes(node)))
         order = list(self.domain.axes(largest))
         for node in self.domain.dims:
@@ -188,26 +206,21 @@ class _Lowering:
         return Buffer(name, tensor.dtype, dims, self.strides(tensor))
 
     def strides(self, tensor: torch.Tensor) -> tuple[Stride, ...] | None:
-        """None for a contiguous tensor; else numbers, and names of sizes for what is not a number."""
+        """None for a contiguous tensor; else numbers, or names of sizes known at run time."""
         contiguous: sympy.Expr = sympy.Integer(1)
         same = True
-        strides: list[Stride] = []
         for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
-            extent, step = extent_of(size), extent_of(stride)
-            same = same and (extent == 1 or sympy.expand(step - contiguous) == 0)
+            extent = extent_of(size)
+            gap = sympy.expand(extent_of(stride) - contiguous)
+            same = same and (extent == 1 or gap == 0)
             contiguous = contiguous * extent
-            if step.is_Integer:
-                strides.append(int(step))
-            else:
-                strides.append(self.sizes.get(step) or f"t{len(self.sizes)}")
-        if same:
-            return None
-        for size, stride, name in zip(
-            reversed(tensor.shape), reversed(tensor.stride()), strides, strict=True
-        ):
-            if isinstance(name, str):
-                self.sizes.setdefault(extent_of(stride), name)
-        return tuple(reversed(strides))
+        return None if same else tuple(self.stride(extent_of(s)) for s in tensor.stride())
+
+    def stride(self, step: sympy.Expr) -> Stride:
+        """A stride as a number, or as the name of a size that is known at run time."""
+        if step.is_Integer:
+            return int(step)
+        return self.sizes.setdefault(step, f"t{len(self.sizes)}")
 
     def input(self, node: Node) -> Buffer:
         axes = set(self.domain.axes(node))
@@ -232,13 +245,18 @@ class _Lowering:
         return buffer
 
     def output(self, k: int, node: Node) -> Output:
-        value = self.values[node]
-        assert not isinstance(value, tuple)
+        value = self.value(node)
         if not isinstance(value, str):
             raise NotLowered(f"{node.name} is the constant {value}")
         return Output(self.buffer(f"y{k}", node), value)
 
     # ---- values
+
+    def value(self, node: Node) -> Arg:
+        """The one value that a node stands for."""
+        value = self.values[node]
+        assert not isinstance(value, tuple)
+        return value
 
     def fresh(self, stem: str) -> str:
         count = self.used.get(stem, 0)
@@ -285,7 +303,10 @@ class _Lowering:
         if kind is Kind.VIEW:
             self.values[node] = self.values[node.all_input_nodes[0]]
         elif kind is Kind.ITEM:
-            self.values[node] = self.values[node.args[0]][node.args[1]]
+            source, k = node.args
+            results = self.values[source]  # type: ignore[index]
+            assert isinstance(results, tuple)
+            self.values[node] = results[k]  # type: ignore[index]
         elif kind is Kind.REDUCTION:
             self.values[node] = self.reduction(node)
         else:
@@ -317,7 +338,7 @@ class _Lowering:
 
     def reduction(self, node: Node) -> Arg | tuple[Arg, ...]:
         fn = REDUCTIONS[node.target]
-        value = self.values[node.all_input_nodes[0]]
+        value = self.value(node.all_input_nodes[0])
         axes = self.reduced_axes(node)
         if fn == "mean":
             return self.mean(value, axes)
@@ -344,12 +365,14 @@ class _Lowering:
         return value
 
     def count(self, axes: tuple[int, ...]) -> Arg:
-        """The number of elements that axes span: a number, or a value where it is known only at run time."""
+        """The number of elements that axes span: a number, or a value where it is known only at run
+        time.
+        """
         total = self.count_expression(axes)
         return float(total) if total.is_Integer else self.emit("numel", axes=axes)
 
     def count_expression(self, axes: tuple[int, ...]) -> sympy.Expr:
-        return sympy.prod([self.domain.extent(axis) for axis in axes])
+        return sympy.sympify(product(self.domain.extent(axis) for axis in axes))
 
     def mean(self, value: Arg, axes: tuple[int, ...]) -> Arg:
         return self.emit("div", self.reduce("sum", value, axes), self.count(axes))

@@ -31,8 +31,9 @@ NOT_THE_USERS = tuple(
 
 
 def phase(nodes: Sequence[Node]) -> str:
-    """ "forward" or "backward", from what AOTAutograd's reductions remember (pointwise nodes of one graph may
-    have been computed for the other)."""
+    """ "forward" or "backward", from what AOTAutograd's reductions remember (pointwise nodes of
+    one graph may have been computed for the other).
+    """
     reductions = [node for node in nodes if kind_of(node) is Kind.REDUCTION]
     return "backward" if any(_is_backward(node) for node in reductions) else "forward"
 
@@ -47,9 +48,10 @@ def _original(node: Node) -> str:
 
 
 def inner_reductions(nodes: Iterable[Node]) -> list[Node]:
-    """The reductions among these nodes (in the graph's order) whose result meets something larger again on a
-    path of views, reductions and pointwise ops: those make a norm. A neighbour's sum that only leaves, such as a
-    bias gradient, is none."""
+    """The reductions among these nodes (in the graph's order) whose result meets something larger
+    again on a path of views, reductions and pointwise ops: those make a norm. A neighbour's sum
+    that only leaves, such as a bias gradient, is none.
+    """
     behind: dict[Node, frozenset[Node]] = {}
     inner: dict[Node, None] = {}
     for node in nodes:
@@ -71,7 +73,9 @@ def _elements(node: Node) -> int:
 
 
 def _telling(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that say what a region is about: its inner reductions, or what reductions it has."""
+    """The nodes that say what a region is about: its inner reductions, or what reductions it
+    has.
+    """
     return inner_reductions(nodes) or [n for n in nodes if kind_of(n) is Kind.REDUCTION]
 
 
@@ -113,7 +117,9 @@ def snake_case(text: str) -> str:
 
 
 def module(nodes: Sequence[Node]) -> str:
-    """Where a region's inner reductions come from: dotted paths as in named_modules(), or file:line."""
+    """Where a region's inner reductions come from: dotted paths as in named_modules(), or
+    file:line.
+    """
     telling = _telling(nodes)
     paths = dict.fromkeys(path for node in telling if (path := innermost(node)))
     return ", ".join(paths) or next(

@@ -2,13 +2,14 @@
 
     graph -> grow -> lower -> judge -> put, one region at a time
 
-Each accepted region changes the graph, so what can still be fused without a cycle is asked of the graph as it is.
+Each accepted region changes the graph, so what can still be fused without a cycle is asked of the
+graph as it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.fx import Graph, Node
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 class Fused:
     """A region that became one op.
 
-    sizes: its run-time sizes in the example the graph was traced with. nodes: what it replaced, by name. call: the
-    node that is there now.
+    sizes: its run-time sizes in the example the graph was traced with. nodes: what it replaced, by
+    name. call: the node that is there now.
     """
 
     name: str
@@ -66,8 +67,8 @@ def fuse_graph(
     """Fuses every region of a functional ATen graph that pays, in place.
 
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
-    least_bytes: regions that move less stay as they are; None for the measured default of the device.
-    accept: the backend's say: a reason against a region, or None.
+    least_bytes: regions that move less stay as they are; None for the measured default of the
+    device. accept: the backend's say: a reason against a region, or None.
     """
     decisions: list[Decision] = []
     settled: set[Node] = set()  # nodes of refused regions
@@ -112,7 +113,9 @@ def _decide(
     except (NotLowered, SizeUnknown) as error:
         return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
     device = lowered.inputs[0].meta["val"].device.type
-    sizes = tuple(
-        hint(size.meta["val"]) if isinstance(size, Node) else int(size) for size in call.args[1]
-    )
+    sizes = tuple(_example(size) for size in cast("list[Any]", call.args[1]))
     return Fused(*label, str(lowered.region), cost, device, sizes, members, call.name)
+
+
+def _example(size: Node | int) -> int:
+    return hint(size.meta["val"]) if isinstance(size, Node) else size

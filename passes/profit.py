@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from normpass.passes.regions import hint
 
 if TYPE_CHECKING:
+    import torch
     from torch.fx import Node
 
     from normpass.passes.lower import Lowered
 
-# Calling a kernel of ours through the dispatcher costs what moving about this many bytes does: smaller regions
-# stay with Inductor, whose kernels are called directly. Measured on layer and rms norm, forward and backward.
+# Calling a kernel of ours through the dispatcher costs what moving about this many bytes does:
+# smaller regions stay with Inductor, whose kernels are called directly. Measured on layer and rms
+# norm, forward and backward.
 LEAST_BYTES = {"cpu": 512 * 1024, "cuda": 4 * 1024 * 1024}
 
 
@@ -23,8 +23,8 @@ LEAST_BYTES = {"cpu": 512 * 1024, "cuda": 4 * 1024 * 1024}
 class Estimate:
     """Bytes to and from memory, at the sizes the graph was traced with.
 
-    least: every input read once, every output written once. What a kernel really moves depends on its plan:
-    backend/traffic.py.
+    least: every input read once, every output written once. What a kernel really moves depends on
+    its plan: backend/traffic.py.
     """
 
     least: int

@@ -1,7 +1,8 @@
 """The region: what one fused op computes, as data and as text.
 
 A region is a small program over named axes. Every value in it varies over some of the axes; views
-and permutes of the graph it came from are gone, only the layout of inputs and outputs remembers them.
+and permutes of the graph it came from are gone, only the layout of inputs and outputs remembers
+them.
 
     region layer_norm_backward
     axes    r=? c=1024
@@ -29,8 +30,8 @@ The grammar, line by line:
     output  NAME: DTYPE[DIMS] STRIDES? = VALUE
 
 A dimension is an axis, a product of axes in parentheses (outermost first), or 1. Strides are in
-elements, one per dimension, and left out when the tensor is contiguous. Run-time integers are passed
-in the order in which their question marks stand.
+elements, one per dimension, and left out when the tensor is contiguous. Run-time integers are
+passed in the order in which their question marks stand.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Axis:
 class Buffer:
     """A tensor that enters or leaves a region.
 
-    dims: for every dimension the axes it is made of, outermost first; () is a dimension of size one.
-    strides: elements between neighbours, per dimension; None for a contiguous tensor.
+    dims: for every dimension the axes it is made of, outermost first; () is a dimension of size
+    one. strides: elements between neighbours, per dimension; None for a contiguous tensor.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Buffer:
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """The axes along which the tensor's elements differ (a stride of zero repeats one element)."""
+        """The axes along which elements differ (a stride of zero repeats one element)."""
         return frozenset(
             axis
             for k, dim in enumerate(self.dims)
@@ -111,8 +112,8 @@ class Buffer:
 class Op:
     """One value of a region: a pointwise function, or a reduction if `axes` is not empty.
 
-    The pointwise function `numel` stands apart: it takes axes and no arguments, and is the number of
-    elements they span.
+    The pointwise function `numel` stands apart: it takes axes and no arguments, and is the number
+    of elements they span.
     """
 
     name: str

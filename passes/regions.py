@@ -1,10 +1,11 @@
 """Grows regions: from a reduction outward over everything that shares its iteration domain.
 
-A region starts as one reduction and takes in, as long as something fits: what its nodes read, what reads their
-results, and what reads the same tensors over the whole domain (dgamma beside dx). A node fits if its dimensions
-are made of the region's axes and if the region stays convex: where a path leaves and comes back, the nodes
-between come along or the candidate stays out. A region is worth the name if a reduction's result meets the domain again
-(an inner reduction), which is what every norm has and a plain sum has not.
+A region starts as one reduction and takes in, as long as something fits: what its nodes read, what
+reads their results, and what reads the same tensors over the whole domain (dgamma beside dx). A
+node fits if its dimensions are made of the region's axes and if the region stays convex: where a
+path leaves and comes back, the nodes between come along or the candidate stays out. A region is
+worth the name if a reduction's result meets the domain again (an inner reduction), which is what
+every norm has and a plain sum has not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch.fx import Graph, Node
 
 from normpass.passes.domain import Domain, NotExpressible
 from normpass.passes.vocabulary import DTYPES, Kind, kind_of
@@ -21,7 +21,10 @@ from normpass.passes.vocabulary import DTYPES, Kind, kind_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# A kernel that reads and writes more tensors than this runs out of registers and of address streams.
+    from torch.fx import Graph, Node
+
+# A kernel that reads and writes more tensors than this runs out of registers and of address
+# streams.
 MOST_TENSORS = 24
 
 
@@ -139,7 +142,9 @@ class Grower:
         return Grown(sorted(members, key=self.reach.order.__getitem__), domain)
 
     def neighbours(self, members: set[Node], domain: Domain, whole: tuple[int, ...]) -> list[Node]:
-        """Nodes to try next: what members read, what reads members, what reads the same whole tensors."""
+        """Nodes to try next: what members read, what reads members, what reads the same whole
+        tensors.
+        """
         reads = {arg for node in members for arg in node.all_input_nodes} - members
         users = {user for node in members for user in node.users} - members
         extent = len(domain.resolve(whole))

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import sympy
 import torch
-from torch.fx import Graph, Node
 
 from normpass.passes.domain import extent_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.fx import Graph, Node
 
     from normpass.passes.lower import Lowered
 
@@ -24,9 +25,7 @@ class SizeUnknown(Exception):
     """A run-time size that no tensor of the region tells; the message is the reason."""
 
 
-def put(
-    graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[..., object]
-) -> Node:
+def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[..., object]) -> Node:
     """Replaces the nodes of a region by one call of `op(inputs, sizes, text)`. Returns that call.
 
     Raises:
@@ -55,7 +54,9 @@ def put(
 
 
 def _find_size(size: sympy.Expr, graph: Graph, inputs: Sequence[Node]) -> Callable[[], Node | int]:
-    """How to compute a run-time size in the graph: a node that has it, or a tensor's dimension or stride."""
+    """How to compute a run-time size in the graph: a node that has it, or a tensor's dimension or
+    stride.
+    """
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.SymInt) and value.node.expr == size:
@@ -93,8 +94,9 @@ def _measure(
 
 
 def sort(graph: Graph) -> None:
-    """Puts nodes after what they read, changing their order as little as possible. Writes in place keep
-    their rank: they stand after everything that stood before them."""
+    """Puts nodes after what they read, changing their order as little as possible. Writes in place
+    keep their rank: they stand after everything that stood before them.
+    """
     position = {node: k for k, node in enumerate(graph.nodes)}
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
     ready = [position[node] for node, count in waiting.items() if count == 0]

@@ -1,7 +1,9 @@
-"""What a region may be made of: the ATen ops that are pointwise, reductions or views, and what each means.
+"""What a region may be made of: the ATen ops that are pointwise, reductions or views, and what each
+means.
 
-To fuse one more pointwise op, add a row here: to FUNCTIONS if a region's function computes it with the
-same arguments, else to COMPOSED. A function that regions do not have yet needs a row in backend/pointwise.py too.
+To fuse one more pointwise op, add a row here: to FUNCTIONS if a region's function computes it with
+the same arguments, else to COMPOSED. A function that regions do not have yet needs a row in
+backend/pointwise.py too.
 """
 
 from __future__ import annotations
@@ -197,8 +199,9 @@ def kind_of(node: Node) -> Kind:
         return Kind.VIEW
     if target in REDUCTIONS:
         return Kind.REDUCTION
-    if target is operator.getitem and kind_of(node.args[0]) is Kind.REDUCTION:
-        return Kind.ITEM
+    source = node.args[0] if node.args else None
+    if target is operator.getitem and isinstance(source, Node):
+        return Kind.ITEM if kind_of(source) is Kind.REDUCTION else Kind.OTHER
     return Kind.OTHER
 
 
@@ -216,7 +219,8 @@ def argument(node: Node, name: str, default: Any) -> Any:
     """An argument by its name in the op's schema, however it was passed."""
     if name in node.kwargs:
         return node.kwargs[name]
-    for k, argument in enumerate(node.target._schema.arguments):
+    schema = node.target._schema  # type: ignore[union-attr]
+    for k, argument in enumerate(schema.arguments):
         if argument.name == name and k < len(node.args):
             return node.args[k]
     return default

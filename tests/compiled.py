@@ -1,4 +1,6 @@
-"""What tests of the whole backend share: compiling with every region fused, and what the counters say."""
+"""What tests of the whole backend share: compiling with every region fused, and what the counters
+say.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def compile_fused(function: Any, *, dynamic: bool | None = False, **options: Any) -> Callable[..., Any]:
+def compile_fused(
+    function: Any, *, dynamic: bool | None = False, **options: Any
+) -> Callable[..., Any]:
     """torch.compile with this backend; regions are fused however small they are."""
     return torch.compile(
         function,

@@ -1,8 +1,10 @@
-"""Random regions, and an evaluation of them that shares nothing with the package: NumPy over named axes.
+"""Random regions, and an evaluation of them that shares nothing with the package: NumPy over named
+axes.
 
-Every value is carried with a bound on what rounding may have done to it (running error analysis in the compute
-dtype), so a kernel is compared with what its own arithmetic allows and with nothing guessed. An element
-about which the bound knows nothing (a comparison too close to call, an overflow) has the bound infinity.
+Every value is carried with a bound on what rounding may have done to it (running error analysis in
+the compute dtype), so a kernel is compared with what its own arithmetic allows and with nothing
+guessed. An element about which the bound knows nothing (a comparison too close to call, an
+overflow) has the bound infinity.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ Step = tuple[int, tuple[str, ...]]  # a stride: a number times the extents of ax
 
 @dataclass(frozen=True)
 class Case:
-    """A region, the extents to run it with, what its run-time strides are, and a seed for its inputs."""
+    """A region, the extents to run it with, what its run-time strides are, and a seed for its
+    inputs.
+    """
 
     region: Region
     extents: tuple[dict[str, int], ...]
@@ -92,7 +96,9 @@ class _Builder:
         return name
 
     def layout(self, names: Sequence[str], *, output: bool) -> tuple[tuple[str, ...], ...]:
-        """Dimensions: the axes in some order, some of them joined, and now and then one of size one."""
+        """Dimensions: the axes in some order, some of them joined, and now and then one of size
+        one.
+        """
         draw = self.draw
         order = draw(st.permutations(names)) if draw(st.booleans()) else list(names)
         dims: list[tuple[str, ...]] = []
@@ -201,7 +207,8 @@ def cases(draw: DrawFn) -> Case:
     runs = [builder.extents]
     dynamic = [axis.name for axis in region.axes if axis.extent is None]
     if dynamic:
-        # An extremum of nothing is an error; an expanded tensor may hold an element even if its extent is zero.
+        # An extremum of nothing is an error; an expanded tensor may hold an element even if its
+        # extent is zero.
         expanded = any(0 in (buffer.strides or ()) for buffer in inputs)
         least = 1 if expanded or any(op.fn in ("amax", "amin") for op in ops) else 0
         for more in (st.integers(least, 3), st.integers(4, 40)):
@@ -255,7 +262,9 @@ class Bounded:
         return self.value + self.error
 
 
-def over_axes(buffer: Buffer, tensor: torch.Tensor, axes: Sequence[str], extents: Mapping[str, int]) -> Array:
+def over_axes(
+    buffer: Buffer, tensor: torch.Tensor, axes: Sequence[str], extents: Mapping[str, int]
+) -> Array:
     order = [axis for dim in buffer.dims for axis in dim]
     array = tensor.to(torch.float64).numpy().astype(np.longdouble)
     array = array.reshape([extents[axis] for axis in order])
@@ -268,9 +277,7 @@ def over_axes(buffer: Buffer, tensor: torch.Tensor, axes: Sequence[str], extents
     return array
 
 
-def evaluate(
-    region: Region, inputs: Sequence[torch.Tensor], sizes: Sequence[int]
-) -> list[Bounded]:
+def evaluate(region: Region, inputs: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Bounded]:
     """Each output in its tensor's shape."""
     extents = region.extents(sizes)
     axes = [axis.name for axis in region.axes]
@@ -354,7 +361,9 @@ def _reduce(
 
 
 def _rounded(value: Array, error: Array, eps: np.longdouble, ulps: float = 1) -> Bounded:
-    return Bounded(value, np.where(np.isfinite(value), error + ulps * eps * (np.abs(value) + error), error))
+    return Bounded(
+        value, np.where(np.isfinite(value), error + ulps * eps * (np.abs(value) + error), error)
+    )
 
 
 def _add(eps: np.longdouble, a: Bounded, b: Bounded) -> Bounded:
@@ -385,7 +394,9 @@ def _div(eps: np.longdouble, a: Bounded, b: Bounded) -> Bounded:
     room = np.abs(b.value) - b.error
     value = a.value / b.value
     error = (a.error + _times(np.abs(value), b.error)) / room
-    return _unless(near_zero, _underflow(_rounded(value, np.where(np.isinf(b.value), 0, error), eps)))
+    return _unless(
+        near_zero, _underflow(_rounded(value, np.where(np.isinf(b.value), 0, error), eps))
+    )
 
 
 def _unless(unknown: Array | NDArray[np.bool_], x: Bounded) -> Bounded:
@@ -397,7 +408,9 @@ def _monotone(
 ) -> Callable[[np.longdouble, Bounded], Bounded]:
     def bound(eps: np.longdouble, x: Bounded) -> Bounded:
         value, low, high = fn(x.value), fn(x.low), fn(x.high)
-        spread = np.maximum(*(np.where(end == value, 0, np.abs(end - value)) for end in (low, high)))
+        spread = np.maximum(
+            *(np.where(end == value, 0, np.abs(end - value)) for end in (low, high))
+        )
         undefined = np.isnan(value)
         differs = (x.error > 0) & ((np.isnan(low) != undefined) | (np.isnan(high) != undefined))
         small = absolute if eps > 1e-10 else 0.0

@@ -37,7 +37,7 @@ def double(x, y=1):
     return 2 * x + y
 
 def example_inputs():
-    return (torch.randn(1024, 512),)
+    return (torch.randn(1024, 512, requires_grad=True),)
 """
 
 

@@ -1,23 +1,31 @@
 """CPU C++: prints a plan as one function over at::vec lanes and OpenMP workers.
 
 The text is written for people: names from the region, one comment a phase, and `normpass.h` for
-what would only repeat. Two things are this dialect's own. Lanes run along the plan's vector axis: a loop over it takes
-a Vec at a time and its remainder through the same body. And `jam` rows go through a body together, so that
-what does not depend on the row (weights, the arrays of dgamma and dbeta) is read and written once for all of them.
+what would only repeat. Two things are this dialect's own. Lanes run along the plan's vector axis: a
+loop over it takes a Vec at a time and its remainder through the same body. And `jam` rows go
+through a body together, so that what does not depend on the row (weights, the arrays of dgamma and
+dbeta) is read and written once for all of them.
 """
 
 from __future__ import annotations
 
-import math
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import sympy
 import torch
 
-from normpass.backend.plan import (
-    Accumulate,
+from normpass.backend.codegen.cpp_names import (
+    COMBINE,
+    JAM,
+    PREFETCH_ROWS,
+    TYPES,
+    Names,
+    operand,
+)
+from normpass.backend.codegen.text import index_expression
+from normpass.backend.pointwise import POINTWISE
+from normpass.backend.tree import (
     Access,
+    Accumulate,
     Accumulator,
     Begin,
     Compute,
@@ -30,94 +38,27 @@ from normpass.backend.plan import (
     Plan,
     Recall,
     Store,
+    walk,
 )
-from normpass.backend.pointwise import POINTWISE, truth_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from normpass.passes.region import Arg, Op
-
-TYPES = {
-    torch.float64: "double",
-    torch.float32: "float",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-    torch.bool: "bool",
-}
-COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
-# Rows of this many bytes or more go through a kernel JAM at a time, shorter ones one by one with the row after the
-# next prefetched. On layer norm's backward (float32, AVX-512), against the other way: 1.8x at 4 KiB, 1.1x at 1 KiB;
-# 1.2x at 32 KiB, 1.4x at 128 KiB.
-JAM = 4
-JAM_BYTES = 16 * 1024
-PREFETCH_ROWS = 2
+    from normpass.passes.region import Op
 
 
 def generate(plan: Plan) -> str:
-    """The C++ source of a plan: `extern "C" void kernel(void* const* tensors, const int64_t* sizes, int workers,
-    bool past_caches)`.
+    """The C++ source of a plan: `extern "C" void kernel(void* const* tensors, const int64_t* sizes,
+    int workers, bool past_caches)`.
 
-    tensors: the region's inputs, then its outputs. sizes: its run-time sizes. past_caches: whether all of that is more
-    than caches hold.
+    tensors: the region's inputs, then its outputs. sizes: its run-time sizes. past_caches: whether
+    all of that is more than caches hold.
     """
     return _Printer(plan).source()
 
 
-def index_expression(expression: sympy.Expr) -> str:
-    """A size as C++ or Python text: sums of products of integers and `n_<name>`."""
-    expression = sympy.expand(expression)
-    terms = []
-    for term in sympy.Add.make_args(expression):
-        factors = []
-        for factor in sympy.Mul.make_args(term):
-            base, power = factor.as_base_exp()
-            factors += [f"n_{base}" if base.is_Symbol else str(base)] * int(power)
-        terms.append(" * ".join(factors))
-    return " + ".join(terms)
-
-
-def factor(text: str) -> str:
-    """An expression's text as a factor of a product."""
-    return f"({text})" if " + " in text else text
-
-
-class _Printer:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.region = plan.region
-        self.varies = self.region.varies
-        self.truth = truth_values(self.region)
-        self.double = self.region.compute_dtype is torch.float64
-        self.jam = self._choose_jam()
-        self.buffers = [*self.region.inputs, *(o.buffer for o in self.region.outputs)]
-        self.lines: list[str] = []
-        self.indent = 0
-        self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
-        self.following: str | None = None  # the axis whose next row is worth prefetching
-        self.last_pass = False  # whether the loop being printed is the last over its row
-        self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
-
-    def _choose_jam(self) -> str | None:
-        """The axis whose rows go through together, if that pays: long rows of a plain matrix."""
-        axes = self.plan.axes
-        itemsize = 8 if self.double else 4
-        matrix = len(axes) == 2 and axes[1].name == self.plan.vector
-        pays = self.plan.vector in self.plan.local and axes[-1].hint * itemsize >= JAM_BYTES
-        return axes[0].name if matrix and pays else None
-
-    # -- text
-
-    def line(self, text: str = "") -> None:
-        self.lines.append(f"{'  ' * self.indent}{text}" if text else "")
-
-    @contextmanager
-    def block(self, head: str, tail: str = "}") -> Iterator[None]:
-        self.line(f"{head} {{".lstrip())
-        self.indent += 1
-        yield
-        self.indent -= 1
-        self.line(tail)
+class _Printer(Names):
+    """Prints the tree of a plan."""
 
     def source(self) -> str:
         for text in str(self.region).splitlines():
@@ -146,94 +87,6 @@ class _Printer:
                 self.line(f"constexpr int64_t n_{axis.name} = {axis.extent};")
             elif axis.name not in self.region.runtime_sizes:
                 self.line(f"const int64_t n_{axis.name} = {index_expression(axis.extent)};")
-
-    # -- names and types
-
-    def is_vector(self, value: str) -> bool:
-        return self.plan.vector in self.varies[value]
-
-    def type_of(self, value: str) -> str:
-        if self.is_vector(value):
-            return "Vec"
-        return "bool" if value in self.truth else "scalar"
-
-    def name(self, value: str) -> str:
-        return f"{value}[j]" if value in self.indexed else value
-
-    def define(self, value: str, expression: str) -> None:
-        """One value: an element of a declared array of rows, or a constant of its own."""
-        if value in self.indexed:
-            self.line(f"{value}[j] = {expression};")
-        else:
-            self.line(f"const {self.type_of(value)} {value} = {expression};")
-
-    def offset(self, strides: Mapping[str, sympy.Expr]) -> str:
-        terms = []
-        for axis in self.plan.axes:
-            if axis.name in strides:
-                stride = index_expression(strides[axis.name])
-                terms.append(axis.name if stride == "1" else f"{axis.name} * {factor(stride)}")
-        return " + ".join(terms) or "0"
-
-    def argument(self, arg: Arg, *, vector: bool, truth: bool) -> str:
-        """An argument as its operation takes it: one or lanes, number or truth value."""
-        if not isinstance(arg, str):
-            text = ("true" if arg else "false") if truth else number(float(arg))
-            is_vector = False
-        else:
-            text, is_vector = self.name(arg), self.is_vector(arg)
-            if truth and arg not in self.truth:
-                text = f"mask({text})" if is_vector else f"mask_of({text})"
-            elif not truth and arg in self.truth:
-                text = self.as_number(arg)
-        if vector and not is_vector:
-            text = f"mask<scalar>({text})" if truth else f"Vec({text})"
-        return text
-
-    def as_number(self, value: str) -> str:
-        """A value as a number: a truth value is one or zero."""
-        name = self.name(value)
-        if value not in self.truth:
-            return name
-        if self.is_vector(value):
-            return f"where_({name}, Vec(scalar(1)), Vec(scalar(0)))"
-        return f"where_({name}, scalar(1), scalar(0))"
-
-    # -- arrays
-
-    def array(self, value: str, axes: Sequence[str]) -> str:
-        return f"{value}_by_{'_'.join(axes)}" if axes else f"{value}_total"
-
-    def array_strides(self, axes: Sequence[str]) -> dict[str, sympy.Expr]:
-        """An array lies in loop order, except that lanes are innermost."""
-        strides: dict[str, sympy.Expr] = {}
-        step: sympy.Expr = sympy.Integer(1)
-        for axis in sorted(reversed(axes), key=lambda axis: axis != self.plan.vector):
-            strides[axis] = step
-            step = step * self.plan.axis[axis].extent
-        return strides
-
-    def array_size(self, value: str, axes: Sequence[str]) -> str:
-        size = index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
-        return f"{factor(size)} * Vec::size()" if self.is_wide(value, axes) else size
-
-    def is_wide(self, value: str, axes: Sequence[str]) -> bool:
-        """Whether an array has all lanes at each of its elements: the loop over lanes is outside of those
-        over its axes."""
-        return self.is_vector(value) and self.plan.vector not in axes
-
-    def size_of(self, accumulator: Accumulator) -> str:
-        return self.array_size(accumulator.op.name, accumulator.axes)
-
-    def element(self, value: str, axes: Sequence[str]) -> str:
-        """The address of a value's element in its array."""
-        offset = self.offset(self.array_strides(axes))
-        if self.is_wide(value, axes):
-            offset = f"{factor(offset)} * Vec::size()"
-        address = f"{self.array(value, axes)} + {offset}"
-        if self.jam in self.varies[value] and self.jam not in axes:
-            address += f" + j * {self.array_size(value, axes)}"
-        return address
 
     # -- loops
 
@@ -307,8 +160,10 @@ class _Printer:
             workers = "omp_get_num_threads()" if node.parallel else "1"
             unit = ", Vec::size()" if node.axis.name == self.plan.vector else ""
             self.line(f"const Share mine = share(n_{node.axis.name}, {workers}, worker{unit});")
-            private = [name for name, keep in kept.items() if node.parallel and not keep.shared]
-            for name in (*private, *own, *shared):
+            private_arrays = [
+                name for name, keep in kept.items() if node.parallel and not keep.shared
+            ]
+            for name in (*private_arrays, *own, *shared):
                 self.line(f"scalar* const {name} = parts_{name}.of(worker);")
             totals = [a for a in shared.values() if not a.axes]
             for accumulator in totals:
@@ -332,8 +187,9 @@ class _Printer:
             self.following = None
 
     def next_row_pays(self, node: Loop) -> bool:
-        """Whether the last pass over a row should prefetch the next one: rows are read in a first pass and once more
-        from cache in a last one, which leaves memory idle."""
+        """Whether the last pass over a row should prefetch the next one: rows are read in a first
+        pass and once more from cache in a last one, which leaves memory idle.
+        """
         loops = [child for child in node.body if isinstance(child, Loop)]
         return len(loops) > 1 and all(loop.axis.name == self.plan.vector for loop in loops)
 
@@ -344,12 +200,14 @@ class _Printer:
             isinstance(leaf, Accumulate) and self.unrolled(leaf.accumulator) for leaf in walk(node)
         )
         unroll = "UNROLL" if reduces else "1"
-        head = f"each_vector<scalar, {unroll}>({begin}, {end}, [&](int64_t {name}, auto lanes, auto slot)"
-        with self.block(head, "});"):
+        body = f"[&](int64_t {name}, auto lanes, auto slot)"
+        with self.block(f"each_vector<scalar, {unroll}>({begin}, {end}, {body}", "});"):
             self.body(node.body)
 
     def unrolled(self, accumulator: Accumulator) -> bool:
-        """Whether a reduction over lanes has several accumulators: where no jammed rows take turns anyway."""
+        """Whether a reduction over lanes has several accumulators: where no jammed rows take turns
+        anyway.
+        """
         return (
             self.jam is None
             and not accumulator.axes
@@ -390,8 +248,9 @@ class _Printer:
         self.indexed = before
 
     def run(self, nodes: Sequence[Leaf], *, outlive: bool) -> None:
-        """Leaves in a row. Those that differ between jammed rows stand in a loop over these; what such a loop
-        defines is declared before it if later nodes need it, one for each row."""
+        """Leaves in a row. Those that differ between jammed rows stand in a loop over these; what
+        such a loop defines is declared before it if later nodes need it, one for each row.
+        """
         rows = [node for node in nodes if self.per_row(node)]
         for node in nodes:
             if node not in rows:
@@ -500,7 +359,7 @@ class _Printer:
         if buffer.dtype is torch.bool:
             text = f"mask({text})" if stride is not None else f"mask_of({text})"
         self.define(buffer.name, text)
-        if stride == 1 and self.last_pass and self.following in access.strides:
+        if stride == 1 and self.last_pass and self.following and self.following in access.strides:
             step = index_expression(PREFETCH_ROWS * access.strides[self.following])
             self.line(f"prefetch({address} + {step});")
 
@@ -579,26 +438,3 @@ class _Printer:
     def finish(self, accumulator: Accumulator) -> None:
         if not accumulator.axes:
             self.define(accumulator.op.name, self.across(accumulator))
-
-
-def walk(node: Node) -> Iterator[Node]:
-    """A node and all nodes below it."""
-    yield node
-    if isinstance(node, Loop):
-        for child in node.body:
-            yield from walk(child)
-
-
-def operand(accumulator: Accumulator) -> str:
-    """The value that a reduction adds up."""
-    return str(accumulator.op.args[0])
-
-
-def number(value: float) -> str:
-    """A literal of the compute type."""
-    if math.isnan(value):
-        return "std::numeric_limits<scalar>::quiet_NaN()"
-    if math.isinf(value):
-        sign = "-" if value < 0 else ""
-        return f"{sign}std::numeric_limits<scalar>::infinity()"
-    return f"scalar({value!r})"

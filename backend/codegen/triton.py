@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.cpp import index_expression
+from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_kernel import Kernel, KernelPrinter
 from normpass.backend.codegen.triton_layout import Names, divide_up, times
 from normpass.backend.codegen.triton_stages import split
@@ -27,7 +27,7 @@ from normpass.passes.region import product
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from normpass.backend.plan import Plan
+    from normpass.backend.tree import Plan
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.cpp import index_expression
+from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_layout import WIDE, divide_up, is_power_of_two, number, times
 from normpass.backend.codegen.triton_program import ProgramPrinter
 from normpass.backend.codegen.triton_stages import operand, uses, walk
 from normpass.backend.codegen.triton_tiling import SHARED
-from normpass.backend.plan import (
+from normpass.backend.pointwise import POINTWISE, truth_values
+from normpass.backend.tree import (
     Accumulate,
     Begin,
     Compute,
@@ -24,7 +25,6 @@ from normpass.backend.plan import (
     Recall,
     Store,
 )
-from normpass.backend.pointwise import POINTWISE, truth_values
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from normpass.backend.codegen.triton_layout import Names
     from normpass.backend.codegen.triton_stages import Stage
     from normpass.backend.codegen.triton_tiling import Blocks
-    from normpass.backend.plan import Access, Accumulator, Leaf, LoopAxis, Node, Plan
+    from normpass.backend.tree import Access, Accumulator, Leaf, LoopAxis, Node, Plan
     from normpass.passes.region import Arg, Op, Region
 
 TYPES = {

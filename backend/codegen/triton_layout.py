@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from normpass.backend.codegen.cpp import index_expression
+from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_stages import Stage, walk
 from normpass.backend.codegen.triton_tiling import SHARED, Blocks
-from normpass.backend.plan import Load, LoopAxis, Plan, Store
+from normpass.backend.tree import Load, LoopAxis, Plan, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

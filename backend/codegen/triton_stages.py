@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from normpass.backend.plan import (
+from normpass.backend.tree import (
     Accumulate,
     Accumulator,
     Begin,

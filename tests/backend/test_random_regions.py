@@ -1,12 +1,14 @@
-"""Random regions on the CPU: the kernel and the unfused path, each against an evaluation of its own in float64.
+"""Random regions on the CPU: the kernel and the unfused path, each against an evaluation of its own
+in float64.
 
-The regions are pointwise programs with inner and outer reductions over one to four axes; see random_regions.py.
+The regions are pointwise programs with inner and outer reductions over one to four axes; see
+random_regions.py.
 """
 
 from __future__ import annotations
 
-import random_regions
 import pytest
+import random_regions
 import torch
 from hypothesis import HealthCheck, given, settings
 

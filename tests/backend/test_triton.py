@@ -19,7 +19,8 @@ from snapshots import assert_snapshot
 
 from normpass.backend import launch_triton
 from normpass.backend.codegen.triton import generate
-from normpass.backend.plan import GPU, make_plan
+from normpass.backend.plan import make_plan
+from normpass.backend.tree import GPU
 from normpass.passes.region import DTYPE_NAMES, parse
 
 if TYPE_CHECKING:
@@ -208,7 +209,8 @@ def test_sizes_do_not_recompile() -> None:
 
 def test_the_same_region_gives_the_same_text() -> None:
     program = (
-        "from normpass.backend.plan import GPU, make_plan\n"
+        "from normpass.backend.plan import make_plan\n"
+        "from normpass.backend.tree import GPU\n"
         "from normpass.backend.codegen.triton import generate\n"
         "from normpass.passes.region import parse\n"
         "import sys\n"

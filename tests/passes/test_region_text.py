@@ -102,7 +102,10 @@ def test_a_wrong_number_of_sizes_says_which_are_expected() -> None:
 # Each breaks one rule; the message says which, and what stood there.
 BROKEN = {
     "a line without a value": ("lonely", "expected 'WORD REST' in a region's line, found 'lonely'"),
-    "an unknown line": ("widget w: f32[r]", "expected region, axes, sizes, input, output or a value"),
+    "an unknown line": (
+        "widget w: f32[r]",
+        "expected region, axes, sizes, input, output or a value",
+    ),
     "no dtype": ("input   q: [r]", r"expected 'NAME: DTYPE\[DIMS\] \(STRIDES\)', found 'q: \[r\]'"),
     "an unknown dtype": ("input   q: i64[r]", "expected 'NAME: DTYPE.* found 'q: i64"),
     "an undeclared axis": ("input   q: f32[z]", r"q has undeclared axes \['z'\]"),
@@ -119,7 +122,10 @@ BROKEN = {
     "axes without a reduction": ("v       = neg[c](g)", "v: axes mean a reduction"),
     "reduces what does not change": ("v       = sum[r](w)", r"does not vary over \['r'\]"),
     "an undefined output": ("output  y9: f32[r] = nix", "output y9 is nix, not defined"),
-    "an output too small": ("output  y9: f32[r] = mul", r"output y9 lacks its value's axes \['c'\]"),
+    "an output too small": (
+        "output  y9: f32[r] = mul",
+        r"output y9 lacks its value's axes \['c'\]",
+    ),
 }
 
 

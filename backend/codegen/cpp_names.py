@@ -1,0 +1,182 @@
+"""How generated C++ spells what a plan speaks of: lines, values and their types, offsets, arrays of
+workers.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+
+from normpass.backend.codegen.text import factor, index_expression
+from normpass.backend.pointwise import truth_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from normpass.backend.tree import Accumulator, Plan
+    from normpass.passes.region import Arg
+
+TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.bool: "bool",
+}
+COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
+# Rows of this many bytes or more go through a kernel JAM at a time, shorter ones one by one with
+# the row after the next prefetched. On layer norm's backward (float32, AVX-512), against the other
+# way: 1.8x at 4 KiB, 1.1x at 1 KiB; 1.2x at 32 KiB, 1.4x at 128 KiB.
+JAM = 4
+JAM_BYTES = 16 * 1024
+PREFETCH_ROWS = 2
+
+
+class Names:
+    """Names and lines of one kernel."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.region = plan.region
+        self.varies = self.region.varies
+        self.truth = truth_values(self.region)
+        self.double = self.region.compute_dtype is torch.float64
+        self.jam = self._choose_jam()
+        self.buffers = [*self.region.inputs, *(o.buffer for o in self.region.outputs)]
+        self.lines: list[str] = []
+        self.indent = 0
+        self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
+        self.following: str | None = None  # the axis whose next row is worth prefetching
+        self.last_pass = False  # whether the loop being printed is the last over its row
+        self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
+
+    def _choose_jam(self) -> str | None:
+        """The axis whose rows go through together, if that pays: long rows of a plain matrix."""
+        axes = self.plan.axes
+        itemsize = 8 if self.double else 4
+        matrix = len(axes) == 2 and axes[1].name == self.plan.vector
+        pays = self.plan.vector in self.plan.local and axes[-1].hint * itemsize >= JAM_BYTES
+        return axes[0].name if matrix and pays else None
+
+    # -- text
+
+    def line(self, text: str = "") -> None:
+        self.lines.append(f"{'  ' * self.indent}{text}" if text else "")
+
+    @contextmanager
+    def block(self, head: str, tail: str = "}") -> Iterator[None]:
+        self.line(f"{head} {{".lstrip())
+        self.indent += 1
+        yield
+        self.indent -= 1
+        self.line(tail)
+
+    # -- names and types
+
+    def is_vector(self, value: str) -> bool:
+        return self.plan.vector in self.varies[value]
+
+    def type_of(self, value: str) -> str:
+        if self.is_vector(value):
+            return "Vec"
+        return "bool" if value in self.truth else "scalar"
+
+    def name(self, value: str) -> str:
+        return f"{value}[j]" if value in self.indexed else value
+
+    def define(self, value: str, expression: str) -> None:
+        """One value: an element of a declared array of rows, or a constant of its own."""
+        if value in self.indexed:
+            self.line(f"{value}[j] = {expression};")
+        else:
+            self.line(f"const {self.type_of(value)} {value} = {expression};")
+
+    def offset(self, strides: Mapping[str, sympy.Expr]) -> str:
+        terms = []
+        for axis in self.plan.axes:
+            if axis.name in strides:
+                stride = index_expression(strides[axis.name])
+                terms.append(axis.name if stride == "1" else f"{axis.name} * {factor(stride)}")
+        return " + ".join(terms) or "0"
+
+    def argument(self, arg: Arg, *, vector: bool, truth: bool) -> str:
+        """An argument as its operation takes it: one or lanes, number or truth value."""
+        if not isinstance(arg, str):
+            text = ("true" if arg else "false") if truth else number(float(arg))
+            is_vector = False
+        else:
+            text, is_vector = self.name(arg), self.is_vector(arg)
+            if truth and arg not in self.truth:
+                text = f"mask({text})" if is_vector else f"mask_of({text})"
+            elif not truth and arg in self.truth:
+                text = self.as_number(arg)
+        if vector and not is_vector:
+            text = f"mask<scalar>({text})" if truth else f"Vec({text})"
+        return text
+
+    def as_number(self, value: str) -> str:
+        """A value as a number: a truth value is one or zero."""
+        name = self.name(value)
+        if value not in self.truth:
+            return name
+        if self.is_vector(value):
+            return f"where_({name}, Vec(scalar(1)), Vec(scalar(0)))"
+        return f"where_({name}, scalar(1), scalar(0))"
+
+    # -- arrays
+
+    def array(self, value: str, axes: Sequence[str]) -> str:
+        return f"{value}_by_{'_'.join(axes)}" if axes else f"{value}_total"
+
+    def array_strides(self, axes: Sequence[str]) -> dict[str, sympy.Expr]:
+        """An array lies in loop order, except that lanes are innermost."""
+        strides: dict[str, sympy.Expr] = {}
+        step: sympy.Expr = sympy.Integer(1)
+        for axis in sorted(
+            axes, key=lambda a: (a == self.plan.vector, axes.index(a)), reverse=True
+        ):
+            strides[axis] = step
+            step = step * self.plan.axis[axis].extent
+        return strides
+
+    def array_size(self, value: str, axes: Sequence[str]) -> str:
+        size = index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
+        return f"{factor(size)} * Vec::size()" if self.is_wide(value, axes) else size
+
+    def is_wide(self, value: str, axes: Sequence[str]) -> bool:
+        """Whether an array has all lanes at each of its elements: the loop over lanes is outside of
+        those over its axes.
+        """
+        return self.is_vector(value) and self.plan.vector not in axes
+
+    def size_of(self, accumulator: Accumulator) -> str:
+        return self.array_size(accumulator.op.name, accumulator.axes)
+
+    def element(self, value: str, axes: Sequence[str]) -> str:
+        """The address of a value's element in its array."""
+        offset = self.offset(self.array_strides(axes))
+        if self.is_wide(value, axes):
+            offset = f"{factor(offset)} * Vec::size()"
+        address = f"{self.array(value, axes)} + {offset}"
+        if self.jam in self.varies[value] and self.jam not in axes:
+            address += f" + j * {self.array_size(value, axes)}"
+        return address
+
+
+def operand(accumulator: Accumulator) -> str:
+    """The value that a reduction adds up."""
+    return str(accumulator.op.args[0])
+
+
+def number(value: float) -> str:
+    """A literal of the compute type."""
+    if math.isnan(value):
+        return "std::numeric_limits<scalar>::quiet_NaN()"
+    if math.isinf(value):
+        sign = "-" if value < 0 else ""
+        return f"{sign}std::numeric_limits<scalar>::infinity()"
+    return f"scalar({value!r})"

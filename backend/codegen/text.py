@@ -1,0 +1,23 @@
+"""What all dialects write alike."""
+
+from __future__ import annotations
+
+import sympy
+
+
+def index_expression(expression: sympy.Expr) -> str:
+    """A size as C++ or Python text: sums of products of integers and `n_<name>`."""
+    expression = sympy.expand(expression)
+    terms = []
+    for term in sympy.Add.make_args(expression):
+        factors = []
+        for factor in sympy.Mul.make_args(term):
+            base, power = factor.as_base_exp()
+            factors += [f"n_{base}" if base.is_Symbol else str(base)] * int(power)
+        terms.append(" * ".join(factors))
+    return " + ".join(terms)
+
+
+def factor(text: str) -> str:
+    """An expression's text as a factor of a product."""
+    return f"({text})" if " + " in text else text

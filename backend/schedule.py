@@ -1,0 +1,316 @@
+"""Places every value of a region in a tree of loops, given their order.
+
+Axes are put in one order, outermost first (axes.py). A value lives in the innermost loop among the
+axes it varies over. A reduction is accumulated there and closes when the loop over the outermost
+axis it reduces ends; whoever needs its result must therefore stand in a later loop over that axis.
+So the body of a loop is a sequence of phases: the loops of phase 0, the reductions they close, the
+loops of phase 1, and so on (`Scheduler.body`). Layer norm's backward is two phases over a row;
+batch norm over rows in memory order is two phases over the whole tensor; layer norm's double
+backward has three. What a later phase needs again it computes again from the inputs, which a row
+that stays in cache makes cheap; only inner results that would need a reduction again, or a
+transcendental function, are kept in arrays.
+
+A reduction whose result still varies over axes inside the loop that it reduces (layer norm's
+dgamma) accumulates into an array. Where that loop is parallel, every worker has an array of its own
+and the arrays are combined in worker order: no atomics, the same bits from run to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from normpass.backend.tree import (
+    Access,
+    Accumulate,
+    Accumulator,
+    Begin,
+    Compute,
+    Finish,
+    Keep,
+    Load,
+    Loop,
+    LoopAxis,
+    Machine,
+    Node,
+    Recall,
+    Store,
+)
+from normpass.passes.region import Op, Region, product
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+# Functions that are dearer to compute again than to read back from cache.
+EXPENSIVE = frozenset(
+    ("exp", "expm1", "log", "log1p", "pow", "tanh", "erf", "sin", "cos", "sigmoid")
+)
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """Something a loop's body is there for: a store, an accumulation, or a value kept for later."""
+
+    node: Store | Accumulate | Keep
+    value: str
+    axes: frozenset[str]
+
+
+class Scheduler:
+    """Places every value of a region in the tree of loops. See the module's text."""
+
+    def __init__(
+        self,
+        region: Region,
+        order: Sequence[LoopAxis],
+        accesses: Mapping[str, Access],
+        machine: Machine,
+    ) -> None:
+        self.region = region
+        self.order = order
+        self.accesses = accesses
+        self.machine = machine
+        self.depth_of = {axis.name: k + 1 for k, axis in enumerate(order)}
+        self.inputs = tuple(buffer.name for buffer in region.inputs)
+        self.topological = [*self.inputs, *(op.name for op in region.ops)]
+        self.arrays: dict[str, Recall] = {}
+
+    def plan(self) -> tuple[Node, ...]:
+        effects = [
+            _Effect(
+                Store(output, self.accesses[output.buffer.name]),
+                output.value,
+                output.buffer.axes,
+            )
+            for output in self.region.outputs
+        ]
+        return tuple(self.body(0, effects, frozenset()))
+
+    # -- where things live
+
+    def level(self, axes: Iterable[str]) -> int:
+        """How many loops must be open for a value that varies over these axes."""
+        return max((self.depth_of[axis] for axis in axes), default=0)
+
+    def closes(self, op: Op) -> int:
+        """How many loops are open where a reduction's result is complete: those outside of all that
+        it reduces. Loops that what it adds up does without are not among them: its nest skips them.
+        """
+        first = min(self.depth_of[axis] for axis in op.axes)
+        varies = self.region.varies[str(op.args[0])]
+        return max((d for axis in varies if (d := self.depth_of[axis]) < first), default=0)
+
+    def inside(self, axes: Iterable[str], depth: int) -> tuple[str, ...]:
+        """The axes among these whose loops are not open yet, in loop order."""
+        return tuple(
+            a.name for a in self.order if a.name in set(axes) and self.depth_of[a.name] > depth
+        )
+
+    def accumulator(self, op: Op) -> Accumulator:
+        closes = self.closes(op)
+        return Accumulator(op, self.inside(self.region.varies[op.name], closes), closes == 0)
+
+    def operands(self, value: str) -> list[str]:
+        op = self.region.producer.get(value)
+        return [arg for arg in op.args if isinstance(arg, str)] if op else []
+
+    def closure(self, values: Iterable[str], known: frozenset[str]) -> list[str]:
+        """What has to be computed for these values, in order, given what is known already."""
+        wanted: set[str] = set()
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            if value not in wanted and value not in known:
+                wanted.add(value)
+                if value not in self.arrays:
+                    stack.extend(self.operands(value))
+        return [value for value in self.topological if value in wanted]
+
+    # -- one body
+
+    def body(self, depth: int, effects: list[_Effect], known: frozenset[str]) -> list[Node]:
+        """The nodes of the body that `depth` open loops enclose."""
+        values = self.closure([effect.value for effect in effects], known)
+        ready = self.phases(depth, values)
+        closing = [
+            self.accumulator(op)
+            for value in values
+            if (op := self.region.producer.get(value))
+            and op.is_reduction
+            and value not in self.arrays
+            and self.closes(op) == depth
+        ]
+        todo = [(ready.get(e.value, 0), e) for e in effects]
+        todo += [
+            (
+                ready[acc.op.name] - 1,
+                _Effect(Accumulate(acc), operand, self.region.varies[operand]),
+            )
+            for acc in closing
+            for operand in self.operands(acc.op.name)
+        ]
+        todo = self.postponed(depth, todo, known)
+        todo += self.keeps(depth, todo, ready, known)
+
+        nodes: list[Node] = []
+        here = set(known)
+        outside = dict(self.arrays)
+        for phase in range(max((p for p, _ in todo), default=0) + 1):
+            nodes += self.statements(depth, phase, values, ready, here)
+            current = [effect for p, effect in todo if p == phase]
+            nodes += [Begin(accumulator) for e in current for accumulator in self.begins(e, depth)]
+            shallow = [e for e in current if self.level(e.axes) <= depth]
+            nodes += [e.node for e in shallow]
+            nodes += self.loops(depth, [e for e in current if e not in shallow], frozenset(here))
+            for effect in current:
+                self.remember(depth, effect.node)
+        self.arrays = outside  # what this body's arrays hold means nothing outside of it
+        return nodes
+
+    def postponed(
+        self, depth: int, todo: list[tuple[int, _Effect]], known: frozenset[str]
+    ) -> list[tuple[int, _Effect]]:
+        """Pointwise values summed for an outer loop wait for the last phase if that reads what they
+        need anyway: the first phase waits for memory, the last one has its row in cache.
+        """
+        last = max(phase for phase, _ in todo)
+        waits = [
+            isinstance(effect.node, Accumulate)
+            and self.closes(effect.node.accumulator.op) < depth < self.level(effect.axes)
+            for _, effect in todo
+        ]
+        final = [e.value for (p, e), w in zip(todo, waits, strict=True) if p == last and not w]
+        read = set(self.closure(final, known))
+        return [
+            (last, e) if w and self.needs_only(e.value, read, known) else (p, e)
+            for (p, e), w in zip(todo, waits, strict=True)
+        ]
+
+    def needs_only(self, value: str, read: set[str], known: frozenset[str]) -> bool:
+        """Whether a value is pointwise in inputs among these."""
+        needs = self.closure([value], known)
+        reduced = any(
+            n in self.region.producer and self.region.producer[n].is_reduction for n in needs
+        )
+        return not reduced and read.issuperset(n for n in needs if n in self.inputs)
+
+    def begins(self, effect: _Effect, depth: int) -> list[Accumulator]:
+        """The accumulator that an effect adds to, if this is the body in which it starts."""
+        node = effect.node
+        starts = isinstance(node, Accumulate) and self.closes(node.accumulator.op) == depth
+        return [node.accumulator] if isinstance(node, Accumulate) and starts else []
+
+    def remember(self, depth: int, node: Store | Accumulate | Keep) -> None:
+        """After the loops of its phase, an array holds what was kept in them."""
+        if isinstance(node, Keep) and self.inside(node.axes, depth) == node.axes:
+            self.arrays[node.value] = Recall(node.value, node.axes, node.shared)
+
+    def phases(self, depth: int, values: Sequence[str]) -> dict[str, int]:
+        """The first phase of this body in whose loops each value can be used."""
+        ready: dict[str, int] = {}
+        for value in values:
+            phase = max((ready.get(arg, 0) for arg in self.operands(value)), default=0)
+            if value in self.arrays:
+                phase = 0
+            elif (op := self.region.producer.get(value)) and op.is_reduction:
+                phase += self.closes(op) == depth
+            ready[value] = phase
+        return ready
+
+    def statements(
+        self,
+        depth: int,
+        phase: int,
+        values: Sequence[str],
+        ready: Mapping[str, int],
+        here: set[str],
+    ) -> list[Node]:
+        """Values that live in this body itself and are due before the loops of a phase."""
+        nodes: list[Node] = []
+        for value in values:
+            if ready[value] != phase or value in here:
+                continue
+            op = self.region.producer.get(value)
+            if op and op.is_reduction and value not in self.arrays:
+                if self.closes(op) == depth:
+                    nodes.append(self.finish(op, here))
+            elif self.level(self.region.varies[value]) <= depth:
+                nodes.append(self.leaf(value))
+                here.add(value)
+        return nodes
+
+    def finish(self, op: Op, here: set[str]) -> Finish:
+        accumulator = self.accumulator(op)
+        if accumulator.axes:
+            self.arrays[op.name] = Recall(op.name, accumulator.axes, accumulator.shared)
+        else:
+            here.add(op.name)
+        return Finish(accumulator)
+
+    def leaf(self, value: str) -> Node:
+        if value in self.arrays:
+            return self.arrays[value]
+        if value in self.inputs:
+            return Load(self.accesses[value])
+        return Compute(self.region.producer[value])
+
+    def keeps(
+        self,
+        depth: int,
+        todo: Sequence[tuple[int, _Effect]],
+        ready: Mapping[str, int],
+        known: frozenset[str],
+    ) -> list[tuple[int, _Effect]]:
+        """Values of earlier phases that a later one should read back rather than compute again."""
+        kept: dict[str, tuple[int, _Effect]] = {}
+        work = [(phase, effect.value) for phase, effect in todo]
+        seen: set[tuple[int, str]] = set()
+        while work:
+            phase, value = work.pop()
+            if (phase, value) in seen or value in known or value in self.arrays:
+                continue
+            seen.add((phase, value))
+            if self.computed_here(value, depth):
+                continue
+            axes = self.inside(self.region.varies[value], depth)
+            if ready.get(value, 0) < phase and axes and self.worth_keeping(value, axes, depth):
+                keep = Keep(value, axes, shared=depth == 0)
+                kept[value] = (ready[value], _Effect(keep, value, self.region.varies[value]))
+                phase = ready[value]
+            work += [(phase, operand) for operand in self.operands(value)]
+        return list(kept.values())
+
+    def computed_here(self, value: str, depth: int) -> bool:
+        """Whether a value is a body's own statement, so that all its later phases have it."""
+        op = self.region.producer.get(value)
+        if op and op.is_reduction:
+            return self.closes(op) <= depth
+        return self.level(self.region.varies[value]) <= depth
+
+    def worth_keeping(self, value: str, axes: tuple[str, ...], depth: int) -> bool:
+        op = self.region.producer.get(value)
+        if op is None:
+            return False
+        if op.is_reduction:
+            return self.closes(op) > depth
+        hints = {axis.name: axis.hint for axis in self.order}
+        return (
+            depth > 0
+            and op.fn in EXPENSIVE
+            and product(hints[axis] for axis in axes) <= self.machine.kept
+        )
+
+    def loops(self, depth: int, effects: list[_Effect], known: frozenset[str]) -> list[Node]:
+        """The loops over the next axis for one phase, and the nests that do without that axis."""
+        if not effects:
+            return []
+        axis = self.order[depth]
+        over = [e for e in effects if axis.name in e.axes]
+        rest = [e for e in effects if axis.name not in e.axes]
+        nodes: list[Node] = []
+        if over:
+            body = self.body(depth + 1, over, known)
+            nodes.append(Loop(axis, tuple(body), parallel=depth == 0))
+        if rest:
+            nodes += self.body(depth + 1, rest, known)
+        return nodes
