@@ -73,9 +73,8 @@ def _over(
     """
 
     def flat(buffer: Buffer) -> Buffer:
-        return replace(
-            buffer, dims=tuple((a,) for a in accesses[buffer.name].strides), strides=None
-        )
+        outermost_first = reversed(list(accesses[buffer.name].strides))
+        return replace(buffer, dims=tuple((axis,) for axis in outermost_first), strides=None)
 
     reduced = iter(groups)
     return replace(

@@ -24,6 +24,7 @@ from normpass.backend import dump, record, toolchain
 from normpass.backend.op import region_op
 from normpass.backend.options import Options
 from normpass.backend.runtime import kernel
+from normpass.backend.traffic import traffic
 from normpass.decomps import registry
 from normpass.passes.pipeline import Decision, Fused, fuse_graph
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.fx import Graph, GraphModule
+
+    from normpass.passes.lower import Lowered
+    from normpass.passes.profit import Estimate
 
 log = logging.getLogger(__name__)
 
@@ -179,10 +183,15 @@ def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
     return fused
 
 
-def _accept(lowered: Any) -> str | None:
-    """What the generators have to say against a region; nothing so far."""
+def _accept(lowered: Lowered, estimate: Estimate) -> str | None:
+    """What the generators have to say against a region."""
     device = lowered.inputs[0].meta["val"].device.type
-    return toolchain.missing_compiler() if device == "cpu" else None
+    if device == "cpu" and (missing := toolchain.missing_compiler()):
+        return missing
+    passes = traffic(str(lowered.region), estimate.sizes, device).passes
+    if passes > estimate.levels + 1:
+        return f"{passes} passes over memory, where Inductor needs {estimate.levels + 1}"
+    return None
 
 
 def _start(decision: Decision) -> None:

@@ -51,12 +51,14 @@ class Lowered:
 
     inputs, outputs: nodes, in the order of the region's.
     sizes: the expressions of its run-time sizes, in order.
+    repeated: (node, output) for nodes whose result is that of an output.
     """
 
     region: Region
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     sizes: tuple[sympy.Expr, ...]
+    repeated: tuple[tuple[Node, Node], ...] = ()
 
 
 class NotLowered(Exception):
@@ -121,6 +123,7 @@ class _Lowering:
         outputs = outputs_of(self.nodes)
         if not outputs:
             raise NotLowered("nothing outside needs its results")
+        outputs, repeated = self.distinct(outputs)
         results = [self.output(k, node) for k, node in enumerate(outputs)]
         axes = tuple(
             Axis(name, int(extent) if extent.is_Integer else None)
@@ -141,7 +144,25 @@ class _Lowering:
             tuple(self.sizes.values()),
         )
         verify(region)
-        return Lowered(region, tuple(inputs), tuple(outputs), (*dynamic, *self.sizes))
+        sizes = (*dynamic, *self.sizes)
+        return Lowered(region, tuple(inputs), tuple(outputs), sizes, tuple(repeated))
+
+    def distinct(self, outputs: Sequence[Node]) -> tuple[list[Node], list[tuple[Node, Node]]]:
+        """Outputs that differ, and those that repeat one (the same value, dtype and layout). What a
+        graph returns stays apart: its callers may write into each result.
+        """
+        first: dict[tuple[Any, ...], Node] = {}
+        repeated: list[tuple[Node, Node]] = []
+        for node in outputs:
+            tensor = node.meta["val"]
+            layout = tuple(extent_of(size) for size in (*tensor.shape, *tensor.stride()))
+            key = (self.values[node], tensor.dtype, layout)
+            returned = any(user.op == "output" for user in node.users)
+            if key in first and not returned:
+                repeated.append((node, first[key]))
+            else:
+                first.setdefault((*key, node) if key in first else key, node)
+        return list(first.values()), repeated
 
     # ---- tensors
 

@@ -8,20 +8,19 @@ graph as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
-
-from torch.fx import Graph, Node
+from typing import TYPE_CHECKING
 
 from normpass.passes import names
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
-from normpass.passes.regions import Grower, Grown, hint, seeds
+from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch.fx import Graph, Node
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Refused:
 
 
 Decision = Fused | Refused
+Accept = Callable[[Lowered, Estimate], "str | None"]
 
 
 def fuse_graph(
@@ -62,7 +62,7 @@ def fuse_graph(
     op: Callable[..., object],
     *,
     least_bytes: int | None = None,
-    accept: Callable[[Lowered], str | None] = lambda lowered: None,
+    accept: Accept = lambda lowered, cost: None,
 ) -> list[Decision]:
     """Fuses every region of a functional ATen graph that pays, in place.
 
@@ -95,7 +95,7 @@ def _decide(
     grown: Grown,
     op: Callable[..., object],
     least_bytes: int | None,
-    accept: Callable[[Lowered], str | None],
+    accept: Accept,
 ) -> Decision | None:
     """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
     nodes = grown.nodes
@@ -105,17 +105,12 @@ def _decide(
         lowered = lower(label[0], nodes, grown.domain)
         if not has_inner_reduction(lowered):
             return None
-        cost = estimate(lowered)
-        reason = refusal(lowered, cost, least_bytes=least_bytes) or accept(lowered)
+        cost = estimate(lowered, nodes)
+        reason = refusal(lowered, cost, least_bytes=least_bytes) or accept(lowered, cost)
         if reason is not None:
             return Refused(*label, reason, members)
         call = put(graph, nodes, lowered, op)
     except (NotLowered, SizeUnknown) as error:
         return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
     device = lowered.inputs[0].meta["val"].device.type
-    sizes = tuple(_example(size) for size in cast("list[Any]", call.args[1]))
-    return Fused(*label, str(lowered.region), cost, device, sizes, members, call.name)
-
-
-def _example(size: Node | int) -> int:
-    return hint(size.meta["val"]) if isinstance(size, Node) else size
+    return Fused(*label, str(lowered.region), cost, device, cost.sizes, members, call.name)

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from normpass.passes.regions import hint
+from normpass.passes.rewrite import locate
+from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
+
     from torch.fx import Node
 
     from normpass.passes.lower import Lowered
@@ -24,11 +27,14 @@ class Estimate:
     """Bytes to and from memory, at the sizes the graph was traced with.
 
     least: every input read once, every output written once. What a kernel really moves depends on
-    its plan: backend/traffic.py.
+    its plan: backend/traffic.py. levels: how many reductions wait for one another. sizes: the
+    region's run-time sizes in the example.
     """
 
     least: int
     elements: int
+    levels: int
+    sizes: tuple[int, ...]
 
 
 def nbytes(node: Node) -> int:
@@ -41,10 +47,22 @@ def nbytes(node: Node) -> int:
     return count
 
 
-def estimate(lowered: Lowered) -> Estimate:
+def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
+    """The estimate of a region that stands for these nodes."""
     least = sum(nbytes(node) for node in (*lowered.inputs, *lowered.outputs))
     elements = max(hint(node.meta["val"].numel()) for node in (*lowered.inputs, *lowered.outputs))
-    return Estimate(least, elements)
+    measures = [locate(size, lowered.inputs) for size in lowered.sizes]
+    sizes = tuple(hint(measure.value) // measure.divisor for measure in measures)
+    return Estimate(least, elements, levels(nodes), sizes)
+
+
+def levels(nodes: Sequence[Node]) -> int:
+    """How many of the graph's reductions wait for one another."""
+    depth: dict[Node, int] = {}
+    for node in nodes:
+        before = max((depth.get(arg, 0) for arg in node.all_input_nodes), default=0)
+        depth[node] = before + (kind_of(node) is Kind.REDUCTION)
+    return max(depth.values(), default=0)
 
 
 def refusal(lowered: Lowered, estimate: Estimate, *, least_bytes: int | None = None) -> str | None:
@@ -72,7 +90,3 @@ def has_inner_reduction(lowered: Lowered) -> bool:
             return True
         behind[op.name] = reached | (frozenset(op.axes) if op.is_reduction else frozenset())
     return False
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

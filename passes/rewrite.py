@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import sympy
@@ -31,21 +32,23 @@ def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[...,
     Raises:
         SizeUnknown: before anything was changed.
     """
-    plans = [_find_size(size, graph, lowered.inputs) for size in lowered.sizes]
+    measures = [locate(size, lowered.inputs) for size in lowered.sizes]
     with graph.inserting_after(nodes[-1]):
         call = graph.create_node("call_function", op)
     with graph.inserting_before(call):
-        sizes = [plan() for plan in plans]
+        sizes = [_read(graph, measure) for measure in measures]
     call.args = (list(lowered.inputs), sizes, str(lowered.region))
     call.meta = {key: nodes[-1].meta[key] for key in KEPT_META if key in nodes[-1].meta}
     call.meta["val"] = [node.meta["val"] for node in lowered.outputs]
-    after = call
+    after, items = call, {}
     for k, node in enumerate(lowered.outputs):
         with graph.inserting_after(after):
             item = graph.call_function(operator.getitem, (call, k))
         item.meta = dict(node.meta)
         node.replace_all_uses_with(item)
-        after = item
+        items[node] = after = item
+    for node, same in lowered.repeated:
+        node.replace_all_uses_with(items[same])
     for node in reversed(nodes):
         if not node.users:
             graph.erase_node(node)
@@ -53,44 +56,52 @@ def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[...,
     return call
 
 
-def _find_size(size: sympy.Expr, graph: Graph, inputs: Sequence[Node]) -> Callable[[], Node | int]:
-    """How to compute a run-time size in the graph: a node that has it, or a tensor's dimension or
-    stride.
+@dataclass(frozen=True)
+class Measure:
+    """Where a run-time size can be read: a number of the graph (`op` is None), or a tensor's dimension
+    or stride divided by a number.
     """
-    for node in graph.nodes:
+
+    node: Node
+    value: int | torch.SymInt
+    op: Callable[..., int] | None = None
+    dim: int = 0
+    divisor: int = 1
+
+
+def locate(size: sympy.Expr, inputs: Sequence[Node]) -> Measure:
+    """Where a size can be read, given a region's inputs.
+
+    Raises:
+        SizeUnknown: if nowhere.
+    """
+    for node in inputs[0].graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.SymInt) and value.node.expr == size:
-            return lambda node=node: node  # type: ignore[misc]
-    for tensor in inputs:
+        if isinstance(value, torch.SymInt) and value.node.expr == size:
+            return Measure(node, value)
+    for node in inputs:
         for op, values in (
-            (torch.ops.aten.sym_size.int, tensor.meta["val"].shape),
-            (torch.ops.aten.sym_stride.int, tensor.meta["val"].stride()),
+            (torch.ops.aten.sym_size.int, node.meta["val"].shape),
+            (torch.ops.aten.sym_stride.int, node.meta["val"].stride()),
         ):
             for dim, value in enumerate(values):
                 quotient = sympy.cancel(extent_of(value) / size)
                 if quotient.is_Integer and quotient > 0:
-                    return _measure(graph, op, tensor, dim, int(quotient), value)
+                    return Measure(node, value, op, dim, int(quotient))
     raise SizeUnknown(f"the size {size} is neither an input's dimension nor its stride")
 
 
-def _measure(
-    graph: Graph,
-    op: Callable[..., int],
-    tensor: Node,
-    dim: int,
-    divisor: int,
-    value: int | torch.SymInt,
-) -> Callable[[], Node | int]:
-    def build() -> Node:
-        size = graph.call_function(op, (tensor, dim))
-        size.meta["val"] = value
-        if divisor == 1:
-            return size
-        quotient = graph.call_function(operator.floordiv, (size, divisor))
-        quotient.meta["val"] = value // divisor
-        return quotient
-
-    return build
+def _read(graph: Graph, measure: Measure) -> Node:
+    """The node that has a size."""
+    if measure.op is None:
+        return measure.node
+    size = graph.call_function(measure.op, (measure.node, measure.dim))
+    size.meta["val"] = measure.value
+    if measure.divisor == 1:
+        return size
+    quotient = graph.call_function(operator.floordiv, (size, measure.divisor))
+    quotient.meta["val"] = measure.value // measure.divisor
+    return quotient
 
 
 def sort(graph: Graph) -> None:

@@ -150,7 +150,7 @@ if hasattr(inductor_prims, "fma"):
     COMPOSED[inductor_prims.fma] = lambda w, x, y, z: w.emit("add", w.emit("mul", x, y), z)
 
 # One number everywhere; the name of the argument that says which.
-CONSTANTS = {
+CONSTANTS: dict[Any, str] = {
     aten.full.default: "fill_value",
     aten.full_like.default: "fill_value",
     aten.scalar_tensor.default: "s",

@@ -12,6 +12,7 @@ from normpass import commands
 from normpass.__main__ import COMMANDS, main
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 MODEL = """
@@ -42,14 +43,14 @@ def example_inputs():
 
 
 @pytest.fixture
-def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     import sys
 
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     file = tmp_path / "some_model.py"
     file.write_text(MODEL)
-    return file
+    yield file
+    sys.modules.pop(file.stem, None)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--version"]])

@@ -1,4 +1,4 @@
-"""torch.ops.normpass.region as an operator: its schema, its fake kernel, its layouts, its refusals."""
+"""torch.ops.normpass.region as an operator: schema, fake kernel, layouts, refusals."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ QUIET = {
 
 @pytest.fixture(autouse=True)
 def _many_workers(monkeypatch: pytest.MonkeyPatch):
-    """Several workers share even small work, so that their shares and partial results are tested."""
+    """Several workers share even small work, so that shares and partial results are tested."""
     monkeypatch.setattr(runtime, "ELEMENTS_PER_WORKER", 8)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -1,4 +1,4 @@
-"""The text form of regions: what is written is read back, and what breaks the grammar is said to."""
+"""The text form of regions: what is written is read back, what breaks the grammar is named."""
 
 from __future__ import annotations
 
