@@ -15,6 +15,10 @@ from normpass.passes.region import Buffer, Op, Output, Region, product
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+# A sum over this many elements is added up on its own before it joins others: the price, one number
+# for all lanes, is small then.
+LONG = 512
+
 
 def coalesce(
     region: Region,
@@ -158,9 +162,18 @@ def choose_order(
     return (*outer, *inner)
 
 
+def _long_last(op: Op, order: Sequence[LoopAxis]) -> tuple[str, ...]:
+    """The innermost of several axes of a sum, if its elements are many."""
+    reduced = [axis for axis in order if axis.name in op.axes]
+    long = op.fn == "sum" and len(reduced) > 1 and reduced[-1].hint >= LONG
+    return (reduced[-1].name,) if long else ()
+
+
 def split_reductions(region: Region, order: Sequence[LoopAxis]) -> Region:
     """Splits a reduction in two where its innermost axes can close in a register before the rest
-    accumulates in an array (group norm's dgamma: over pixels first, then over the batch)."""
+    accumulates in an array (group norm's dgamma: over pixels first, then over the batch), and
+    where the last of several axes is long: sums of sums lose fewer digits.
+    """
     index = {axis.name: k for k, axis in enumerate(order)}
     ops: list[Op] = []
     for op in region.ops:
@@ -169,6 +182,7 @@ def split_reductions(region: Region, order: Sequence[LoopAxis]) -> Region:
             first = min(index[axis] for axis in op.axes)
             deepest = max((k for k in kept if k > first), default=-1)
             near = tuple(axis for axis in op.axes if deepest >= 0 and index[axis] > deepest)
+            near = near or _long_last(op, order)
             if near:
                 ops.append(Op(f"{op.name}_{'_'.join(near)}", op.fn, op.args, near))
                 far = tuple(axis for axis in op.axes if axis not in near)

@@ -110,11 +110,22 @@ def _warn_once(message: str) -> None:
     log.warning(message)
 
 
-def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions with ours in their place."""
+class DecompositionTable(dict[Any, "Callable[..., Any]"]):
+    """Inductor's decompositions with ours in their place.
+
+    Since torch 2.13 the table is part of the key of Inductor's cache, and some of its functions
+    cannot be pickled: it goes there as the hash of our sources (the key has torch's version too).
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return decomposition_table, (source_digest(),)
+
+
+def decomposition_table(_digest: str = "") -> DecompositionTable:
+    """The table for this process."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**select_decomp_table(), **registry.decompositions()}
+    return DecompositionTable({**select_decomp_table(), **registry.decompositions()})
 
 
 class FusionPass(CustomGraphPass):

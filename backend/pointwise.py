@@ -66,8 +66,8 @@ POINTWISE: dict[str, Expression] = {
     "le": _same("{0} <= {1}", torch.le, "r"),
     "gt": _same("{0} > {1}", torch.gt, "r"),
     "ge": _same("{0} >= {1}", torch.ge, "r"),
-    "logical_and": Expression("both_({0}, {1})", "{0} & {1}", torch.logical_and, "01r"),
-    "logical_or": Expression("either_({0}, {1})", "{0} | {1}", torch.logical_or, "01r"),
+    "logical_and": Expression("both_({0}, {1})", "lib.both({0}, {1})", torch.logical_and, "01r"),
+    "logical_or": Expression("either_({0}, {1})", "lib.either({0}, {1})", torch.logical_or, "01r"),
     "logical_not": Expression("not_({0})", "~({0})", torch.logical_not, "0r"),
     "where": Expression("where_({0}, {1}, {2})", "tl.where({0}, {1}, {2})", torch.where, "0"),
 }

@@ -103,7 +103,8 @@ class Kernel:
         if self._library is None:
             return None
         try:
-            function = self._library.result().kernel
+            # Asked for again, because a forked child does not get what its parent was building.
+            function = toolchain.start(self.source).result().kernel
             function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_bool)
             function.restype = None
             self._function = function

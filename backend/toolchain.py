@@ -129,8 +129,13 @@ def load(source: str) -> ctypes.CDLL:
     Raises:
         CompileError: with the compiler's messages.
     """
+    from torch._inductor.exc import InvalidCxxCompiler
+
     directory = cache_dir()
-    key = key_of(source)
+    try:
+        key = key_of(source)
+    except InvalidCxxCompiler as error:  # it may have been there when the graph was compiled
+        raise CompileError(f"no C++ compiler: {error}") from error
     library, checksum = directory / f"{key}.so", directory / f"{key}.sum"
     if not _is_whole(library, checksum):
         if library.exists() and checksum.exists():  # else another process is about to finish
@@ -193,8 +198,8 @@ def start(source: str) -> Future[ctypes.CDLL]:
 
 def _after_fork() -> None:
     """A forked child has none of its parent's threads: it builds with its own."""
-    global _pool, _lock
-    _pool, _lock = None, Lock()
+    global _pool, _lock, _header_lock
+    _pool, _lock, _header_lock = None, Lock(), Lock()
     for source in [s for s, future in _futures.items() if not future.done()]:
         del _futures[source]
 

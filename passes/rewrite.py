@@ -58,7 +58,7 @@ def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[...,
 
 @dataclass(frozen=True)
 class Measure:
-    """Where a run-time size can be read: a number of the graph (`op` is None), or a tensor's dimension
+    """Where a run-time size can be read: a number of the graph (no `op`), or a tensor's dimension
     or stride divided by a number.
     """
 

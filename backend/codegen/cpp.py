@@ -106,8 +106,8 @@ class _Printer(Names):
 
     def begin_shared(self, accumulator: Accumulator) -> None:
         name = self.array(accumulator.op.name, accumulator.axes)
-        self.line(f"Arrays<scalar> parts_{name}(workers, {self.size_of(accumulator)});")
-        self.line(f"parts_{name}.begin<{COMBINE[accumulator.op.fn]}>();")
+        kind = f"Partials<scalar, {COMBINE[accumulator.op.fn]}>"
+        self.line(f"{kind} parts_{name}(workers, {self.size_of(accumulator)});")
 
     def begin_alone(self, accumulator: Accumulator) -> None:
         """An array of a nest that does without the loop that workers divide."""
@@ -118,8 +118,7 @@ class _Printer(Names):
 
     def finish_shared(self, accumulator: Accumulator) -> None:
         name = self.array(accumulator.op.name, accumulator.axes)
-        self.line(f"parts_{name}.combine<{COMBINE[accumulator.op.fn]}>();")
-        self.line(f"const scalar* const {name} = parts_{name}.of(0);")
+        self.line(f"const scalar* const {name} = parts_{name}.combine();")
         if not accumulator.axes:
             self.define(accumulator.op.name, f"*{name}")
 
@@ -168,23 +167,32 @@ class _Printer(Names):
             totals = [a for a in shared.values() if not a.axes]
             for accumulator in totals:
                 self.begin(accumulator)
-            self.divided_loop(node)
+            self.divided_loop(node, [name for name, total in shared.items() if total.axes])
             self.line("settle();")
             for accumulator in totals:
                 total = self.across(accumulator)
                 self.line(f"*{self.array(accumulator.op.name, ())} = {total};")
 
-    def divided_loop(self, node: Loop) -> None:
+    def divided_loop(self, node: Loop, sums: Sequence[str]) -> None:
+        """A worker's share of a loop; `sums` are the arrays that its rows are added to."""
         name = node.axis.name
         if name == self.plan.vector:
             self.vector_loop(node, "mine.begin", "mine.end")
         elif name == self.jam:
-            self.jam_loop(node)
+            self.jam_loop(node, sums)
         else:
             self.following = name if self.next_row_pays(node) else None
             with self.block(f"for (int64_t {name} = mine.begin; {name} < mine.end; ++{name})"):
+                self.cascade(sums, name, "1")
                 self.body(node.body)
             self.following = None
+
+    def cascade(self, sums: Sequence[str], row: str, step: str) -> None:
+        """Every so many rows, sums are put on top of those before."""
+        if sums:
+            with self.block(f"if (({row} - mine.begin) % CASCADE < {step})"):
+                for name in sums:
+                    self.line(f"parts_{name}.cascade(worker);")
 
     def next_row_pays(self, node: Loop) -> bool:
         """Whether the last pass over a row should prefetch the next one: rows are read in a first
@@ -215,10 +223,11 @@ class _Printer(Names):
             and self.is_vector(operand(accumulator))
         )
 
-    def jam_loop(self, node: Loop) -> None:
+    def jam_loop(self, node: Loop, sums: Sequence[str]) -> None:
         """Several rows at a time, then one at a time, through the same body."""
         name = node.axis.name
         with self.block(f"const auto rows = [&]<int J>(int64_t {name}0)", "};"):
+            self.cascade(sums, f"{name}0", "J")
             self.body(node.body)
         self.line(f"int64_t {name}0 = mine.begin;")
         self.line(f"for (; {name}0 + {JAM} <= mine.end; {name}0 += {JAM})")

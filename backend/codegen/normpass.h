@@ -292,6 +292,10 @@ inline Share share(int64_t n, int workers, int worker, int64_t unit = 1) {
   return {std::min(begin * unit, n), std::min((begin + each + (worker < more)) * unit, n)};
 }
 
+// A worker's array over this many rows is added to its total: few long sums lose fewer digits when they are
+// made of many short ones.
+constexpr int64_t CASCADE = 256;
+
 // One array a worker, each on cache lines of its own.
 template <class T>
 class Arrays {
@@ -299,23 +303,43 @@ class Arrays {
   Arrays(int workers, int64_t size)
       : size_(size), pitch_((size + 31) / 16 * 16), workers_(workers), data_(new T[workers * pitch_ + 16]) {}
   T* of(int worker) { return data_.get() + worker * pitch_; }
-  // Sets all workers' arrays, also those of workers that get no share.
-  template <class R>
-  void begin() { std::fill_n(data_.get(), workers_ * pitch_, R::template neutral<T>()); }
-  // Combines all workers' arrays in the first one, in worker order.
-  template <class R>
-  void combine() {
-    T* total = of(0);
-    for (int worker = 1; worker < workers_; ++worker) {
-      const T* part = of(worker);
-      for (int64_t i = 0; i < size_; ++i) total[i] = R::combine(total[i], part[i]);
-    }
-  }
 
- private:
+ protected:
   int64_t size_, pitch_;
   int workers_;
   std::unique_ptr<T[]> data_;
+};
+
+// A reduction that workers share: each has an array for the rows at hand and one for its total.
+template <class T, class R>
+class Partials : Arrays<T> {
+ public:
+  // Also workers that get no share must add nothing.
+  Partials(int workers, int64_t size) : Arrays<T>(2 * workers, size), sharing_(workers) {
+    std::fill_n(this->data_.get(), this->workers_ * this->pitch_, R::template neutral<T>());
+  }
+  T* of(int worker) { return Arrays<T>::of(worker); }
+  // Adds a worker's rows at hand to its total and begins anew.
+  void cascade(int worker) {
+    add(of(sharing_ + worker), of(worker));
+    std::fill_n(of(worker), this->size_, R::template neutral<T>());
+  }
+  // The result: all workers' totals, in worker order.
+  const T* combine() {
+    for (int worker = 0; worker < sharing_; ++worker) cascade(worker);
+    for (int worker = 1; worker < sharing_; ++worker) add(of(sharing_), of(sharing_ + worker));
+    return of(sharing_);
+  }
+
+ private:
+  void add(T* total, const T* part) {
+    using V = Vectorized<T>;
+    int64_t i = 0;
+    for (; i + V::size() <= this->size_; i += V::size())
+      R::combine(V::loadu(total + i), V::loadu(part + i)).store(total + i);
+    for (; i < this->size_; ++i) total[i] = R::combine(total[i], part[i]);
+  }
+  int sharing_;
 };
 
 }  // namespace normpass

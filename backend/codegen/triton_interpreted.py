@@ -55,6 +55,20 @@ def _reduction(ufunc: np.ufunc) -> Callable[..., Any]:
     return call
 
 
+def _logical(ufunc: np.ufunc) -> Callable[..., Any]:
+    """The interpreter makes numbers of truth values where it repeats a single one to a block."""
+
+    def call(x: Any, y: Any) -> Any:
+        array = ufunc(x.handle.data, y.handle.data)
+        block = x.type.is_block() or y.type.is_block()
+        kind = tl.block_type(tl.int1, list(array.shape)) if block else tl.int1
+        return tl.tensor(TensorHandle(array, tl.int1), kind)
+
+    return call
+
+
+both = _logical(np.logical_and)
+either = _logical(np.logical_or)
 amax = _reduction(np.maximum)
 amin = _reduction(np.minimum)
 prod = _reduction(np.multiply)

@@ -72,6 +72,18 @@ def minimum(x, y):
 
 
 @triton.jit
+def both(x, y):
+    """Whether x and y are true."""
+    return x & y
+
+
+@triton.jit
+def either(x, y):
+    """Whether x or y is true."""
+    return x | y
+
+
+@triton.jit
 def _multiply(x, y):
     return x * y
 
@@ -105,9 +117,6 @@ def share_count(programs: int, tiles: int, blocks: int) -> int:
 if INTERPRETED:
     from normpass.backend.codegen import triton_interpreted as _interpreted
 
-    libdevice, amax, amin, prod = (
-        _interpreted.libdevice,
-        _interpreted.amax,
-        _interpreted.amin,
-        _interpreted.prod,
-    )
+    libdevice = _interpreted.libdevice
+    both, either = _interpreted.both, _interpreted.either
+    amax, amin, prod = _interpreted.amax, _interpreted.amin, _interpreted.prod
