@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 def compile_fused(
     function: Any, *, dynamic: bool | None = False, **options: Any
 ) -> Callable[..., Any]:
-    """torch.compile with this backend; regions are fused however small they are."""
+    """torch.compile with this backend; regions are fused however small they are, and graphs are not
+    taken from Inductor's cache, so that each test sees its own decisions.
+    """
     return torch.compile(
         function,
         backend="normpass",
         fullgraph=True,
         dynamic=dynamic,
-        options={"least_bytes": 0, **options},
+        options={"least_bytes": 0, "inductor": {"fx_graph_cache": False}, **options},
     )
 
 

@@ -2,7 +2,8 @@
 
     python tests/triton_cases.py DEVICE FAMILY
 
-prints one JSON object: the name of every case of the family -> null, or what went wrong.
+prints one JSON object: the name of every case of the family -> null, or what went wrong. A number
+as the family is one of random regions.
 
 On DEVICE cpu it needs TRITON_INTERPRET=1, which must be set before triton is imported: hence a
 program. An oracle is the mathematics in PyTorch's primitives. It is evaluated in float64 for the
@@ -241,8 +242,57 @@ def raised(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is torch.bool else tensor.to(dtype)
 
 
+def check_random(examples: int) -> None:
+    """Raises AssertionError for a region of random_regions.py that a kernel computes otherwise."""
+    import random_regions
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+
+    from normpass.backend.codegen.triton_tiling import Tiling
+    from normpass.backend.launch_triton import TritonKernel
+
+    sizes_of_blocks = st.sampled_from(
+        [
+            Tiling(),
+            Tiling(resident=64, tile=64),
+            Tiling(resident=1, chunk=4, tile=32, kept=1),
+            Tiling(resident=1, chunk=8, tile=8, kept=2, narrow=4, lanes=4),
+        ]
+    )
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(random_regions.cases(), sizes_of_blocks)
+    def agree(case: random_regions.Case, tiling: Tiling) -> None:
+        kernel = TritonKernel(case.region, tiling)
+        for extents in case.extents:
+            sizes = case.sizes(extents)
+            inputs = random_regions.tensors(case, extents)
+            expected = random_regions.evaluate(case.region, inputs, sizes)
+            found = kernel(inputs, sizes)
+            assert not kernel._failed, f"the kernel could not be built:\n{case.region}"
+            for output, ours, want in zip(case.region.outputs, found, expected, strict=True):
+                what = f"{output.buffer.name}, sizes {extents}, {tiling}\n{case.region}\n"
+                random_regions.assert_within(ours, want, what)
+
+    agree()
+
+
 def main(device: str, family: str) -> None:
     results: dict[str, str | None] = {}
+    if family.isdigit():
+        try:
+            check_random(int(family))
+            results["random"] = None
+        except Exception:
+            results["random"] = traceback.format_exc()
+        json.dump(results, sys.stdout)
+        return
     for case in FAMILIES[family]():
         for variant, tiling in tilings().items():
             try:

@@ -67,6 +67,12 @@ def test_kernels_compute_what_their_regions_mean(device: str, family: str) -> No
     assert not wrong, f"{len(wrong)} of {len(results)} cases:\n" + "\n".join(wrong)
 
 
+@needs_triton
+@pytest.mark.parametrize("examples", ["30", pytest.param("500", marks=pytest.mark.sweep)])
+def test_kernels_compute_random_regions(examples: str) -> None:
+    assert run_cases("cpu", examples) == {"random": None}
+
+
 # ---- that they compile
 
 
