@@ -87,6 +87,8 @@ class TritonKernel:
         try:
             run = load(self.source.text).run
             self._launch(run, [*inputs, *outputs], sizes, device)
+        except torch.OutOfMemoryError:
+            raise
         except (TritonError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
             self._failed = True
             log.warning(

@@ -37,9 +37,9 @@ def _cpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tens
 
 
 def _gpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
-    from normpass.backend.launch_triton import launch
+    from normpass.backend import launch_triton
 
-    return launch(parse(text), inputs, sizes)
+    return launch_triton.kernel(text)(inputs, sizes)
 
 
 def _anywhere(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:

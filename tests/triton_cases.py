@@ -244,6 +244,7 @@ def raised(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_random(examples: int) -> None:
     """Raises AssertionError for a region of random_regions.py that a kernel computes otherwise."""
+    import bounded
     import random_regions
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
@@ -273,12 +274,12 @@ def check_random(examples: int) -> None:
         for extents in case.extents:
             sizes = case.sizes(extents)
             inputs = random_regions.tensors(case, extents)
-            expected = random_regions.evaluate(case.region, inputs, sizes)
+            expected = bounded.evaluate(case.region, inputs, sizes)
             found = kernel(inputs, sizes)
             assert not kernel._failed, f"the kernel could not be built:\n{case.region}"
             for output, ours, want in zip(case.region.outputs, found, expected, strict=True):
                 what = f"{output.buffer.name}, sizes {extents}, {tiling}\n{case.region}\n"
-                random_regions.assert_within(ours, want, what)
+                bounded.assert_within(ours, want, what)
 
     agree()
 

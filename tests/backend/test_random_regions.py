@@ -7,6 +7,7 @@ random_regions.py.
 
 from __future__ import annotations
 
+import bounded
 import pytest
 import random_regions
 import torch
@@ -40,7 +41,7 @@ def check(case: random_regions.Case) -> None:
     for extents in case.extents:
         sizes = case.sizes(extents)
         inputs = random_regions.tensors(case, extents)
-        expected = random_regions.evaluate(region, inputs, sizes)
+        expected = bounded.evaluate(region, inputs, sizes)
         known = region.extents(sizes)
         results = {
             "kernel": kernel(inputs, sizes),
@@ -52,7 +53,7 @@ def check(case: random_regions.Case) -> None:
                 what = f"{path}, {output.buffer.name}, sizes {extents}\n{text}\n"
                 assert result.dtype is output.buffer.dtype
                 assert result.stride() == region.strides(output.buffer, known), what
-                random_regions.assert_within(result, want, what)
+                bounded.assert_within(result, want, what)
 
 
 @settings(max_examples=25, derandomize=True, **QUIET)
