@@ -186,6 +186,8 @@ def warm_up_compiler(device: torch.device) -> None:
     """Compile something trivial: to import Inductor and its C++ headers is nobody's cost."""
     x = torch.ones(4096, device=device, requires_grad=True)
     torch.compile(lambda x: (x.sin() + 1).sum(), backend="inductor")(x).backward()
+    norm = torch.nn.LayerNorm(4096, device=device)
+    torch.compile(norm, backend="normpass", options={"least_bytes": 0})(x)
 
 
 def run_model(

@@ -20,10 +20,12 @@ from normpass.passes.region import (
     Output,
     Region,
     Stride,
+    format_arg,
     product,
     verify,
 )
 from normpass.passes.vocabulary import (
+    ADDITIONS,
     COMPOSED,
     CONSTANTS,
     DTYPES,
@@ -144,6 +146,7 @@ class _Lowering:
             tuple(self.sizes.values()),
         )
         verify(region)
+        self.check_precision(region)
         sizes = (*dynamic, *self.sizes)
         return Lowered(region, tuple(inputs), tuple(outputs), sizes, tuple(repeated))
 
@@ -163,6 +166,16 @@ class _Lowering:
             else:
                 first.setdefault((*key, node) if key in first else key, node)
         return list(first.values()), repeated
+
+    def check_precision(self, region: Region) -> None:
+        """A region computes in float64 only where one of its tensors is float64."""
+        if region.compute_dtype is torch.float64:
+            return
+        for node in self.nodes:
+            value = node.meta["val"]
+            tensors = value if isinstance(value, tuple | list) else (value,)
+            if node.target not in CONSTANTS and tensors[0].dtype is torch.float64:
+                raise NotLowered(f"{node.name} is float64 among tensors of less precision")
 
     # ---- tensors
 
@@ -289,7 +302,7 @@ class _Lowering:
         if fn == "mul" and 1.0 in args:
             return next((arg for arg in args if arg != 1.0), 1.0)
         args = tuple(a if isinstance(a, str | bool) else float(a) for a in args)
-        key = (fn, args, axes)
+        key = (fn, *map(format_arg, args), axes)  # as text, where -0.0 is not 0.0
         if key not in self.ops:
             name = self.fresh(fn)
             self.ops[key] = Op(name, fn, args, tuple(self.axis_names[axis] for axis in axes))
@@ -348,10 +361,14 @@ class _Lowering:
             return args[0]
         if target in COMPOSED:
             kwargs = {key: self.arg(value) for key, value in node.kwargs.items()}
-            return COMPOSED[target](self, *args, **kwargs)
-        if node.kwargs:
+            value = COMPOSED[target](self, *args, **kwargs)
+        elif node.kwargs:
             raise NotLowered(f"{node.target} with {', '.join(node.kwargs)}")
-        return self.emit(FUNCTIONS[target], *args)
+        else:
+            value = self.emit(FUNCTIONS[target], *args)
+        if dtype is torch.bool and target in ADDITIONS:  # one or the other, not how many
+            return self.emit("ne", value, 0.0)
+        return value
 
     def constant(self, node: Node) -> Arg:
         value = argument(node, CONSTANTS[node.target], None)

@@ -80,6 +80,9 @@ FUNCTIONS: dict[Any, str] = {
     aten.where.ScalarSelf: "where",
 }
 
+# Truth values that are added are a truth value again.
+ADDITIONS = frozenset({aten.add.Tensor, aten.add.Scalar})
+
 # Ops that mean themselves on truth values only.
 ON_TRUTH_ONLY = frozenset(
     {aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default}

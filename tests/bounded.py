@@ -9,7 +9,7 @@ overflow) has the bound infinity.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from normpass.passes.region import Buffer, Output, Region
 
-    Array = NDArray[np.longdouble]
+    Array = NDArray[Any]  # longdouble; NumPy's own types lose it
 
 
 @dataclass

@@ -164,11 +164,11 @@ class _Builder:
                     return Op(name, fn, (value,), tuple(axes))
         fn = draw(st.sampled_from(FUNCTION_NAMES))
         if fn == "numel":
-            axes = tuple(axis.name for axis in self.axes if draw(st.booleans()))
-            fn = fn if axes else "neg"
-            if axes:
+            counted = tuple(axis.name for axis in self.axes if draw(st.booleans()))
+            fn = fn if counted else "neg"
+            if counted:
                 self.varies[name] = frozenset()
-                return Op(name, "numel", (), axes)
+                return Op(name, "numel", (), counted)
         args = tuple(self.argument(constant=i > 0) for i in range(ARITY.get(fn, 1)))
         if fn == "pow":
             args = (args[0], draw(st.sampled_from([1.5, -0.7, 3.0])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def trace(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> GraphModule:
     """The ATen graph of a function after decomposition; symbolic sizes if `dynamic`."""
-    mode = "symbolic" if dynamic else "fake"
+    mode: Literal["symbolic", "fake"] = "symbolic" if dynamic else "fake"
     graph = make_fx(function, decomposition_table=decomposition_table(), tracing_mode=mode)(*inputs)
     graph.graph.eliminate_dead_code()
     return graph
