@@ -50,3 +50,13 @@ def no_recompiles() -> Iterator[None]:
     yield
     after = counters["stats"]["unique_graphs"]
     assert after == before, f"{after - before} graphs were compiled again"
+
+
+def run_in_child(text: str, x: torch.Tensor) -> torch.Tensor:
+    """A kernel of one input and one output, as a DataLoader's worker would run it. Lives here because a
+    spawned process imports it by name.
+    """
+    from normpass.backend import runtime
+
+    torch.set_num_threads(1)
+    return runtime.kernel(text)([x], [len(x)])[0]

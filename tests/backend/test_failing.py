@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled import compile_fused, count_fused
+from compiled import compile_fused, count_fused, run_in_child
 from torch import nn
 
 from normpass.backend import entry, runtime, toolchain
@@ -229,11 +229,6 @@ def test_threads_compile_and_run_at_once() -> None:
         assert all(pool.map(run, range(16)))
 
 
-def in_child(text: str, x: torch.Tensor) -> torch.Tensor:
-    torch.set_num_threads(1)  # as a DataLoader's worker does
-    return runtime.kernel(text)([x], [len(x)])[0]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("new", [False, True])
@@ -243,7 +238,7 @@ def test_workers_run_kernels(start: str, new: bool) -> None:
     runtime.kernel(SMALL)([x], [600])
     text = variant(20 + (start == "fork")) if new else SMALL
     with multiprocessing.get_context(start).Pool(1) as pool:
-        y = pool.apply_async(in_child, (text, x)).get(timeout=120)
+        y = pool.apply_async(run_in_child, (text, x)).get(timeout=120)
     torch.testing.assert_close(y, small(x), rtol=1e-4, atol=1e-4)
 
 
