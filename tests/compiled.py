@@ -53,8 +53,8 @@ def no_recompiles() -> Iterator[None]:
 
 
 def run_in_child(text: str, x: torch.Tensor) -> torch.Tensor:
-    """A kernel of one input and one output, as a DataLoader's worker would run it. Lives here because a
-    spawned process imports it by name.
+    """A kernel of one input and one output, as a DataLoader's worker would run it. Lives here
+    because a spawned process imports it by name.
     """
     from normpass.backend import runtime
 
