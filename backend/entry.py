@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from normpass.backend import dump, record, toolchain
 from normpass.backend.op import region_op
 from normpass.backend.options import Options
+from normpass.backend.plan import make_plan
 from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import registry
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from normpass.passes.profit import Estimate
 
 log = logging.getLogger(__name__)
+
+# A row that is not one piece in memory (batch norm's channel: one piece an example) pays from here.
+SHORT_PIECE = 256
 
 
 def normpass(
@@ -144,9 +148,9 @@ class FusionPass(CustomGraphPass):
             return
         number = dump.graph(self.settings.debug, "20_before", graph)
         before = record.before(graph)
-        decisions = fuse_graph(
-            graph, region_op, least_bytes=self.settings.least_bytes, accept=_accept
-        )
+        least_bytes = self.settings.least_bytes
+        accept = _accept if least_bytes is not None else _accept_if_it_pays
+        decisions = fuse_graph(graph, region_op, least_bytes=least_bytes, accept=accept)
         for decision in decisions:
             _start(decision)
         record.decisions(decisions)
@@ -203,6 +207,19 @@ def _accept(lowered: Lowered, estimate: Estimate) -> str | None:
     if passes > estimate.levels + 1:
         return f"{passes} passes over memory, where Inductor needs {estimate.levels + 1}"
     return None
+
+
+def _accept_if_it_pays(lowered: Lowered, estimate: Estimate) -> str | None:
+    """As `_accept`, and against rows in short pieces on a CPU: a ResNet's step on images of 8x8
+    pixels took 1.09x Inductor's with its batch norms fused.
+    """
+    plan = make_plan(lowered.region)
+    piece = plan.axis[plan.vector].hint
+    pieces = plan.vector in plan.local and len(plan.local) > 1
+    on_cpu = lowered.inputs[0].meta["val"].device.type == "cpu"
+    if on_cpu and pieces and piece < SHORT_PIECE:
+        return f"rows in pieces of {piece} elements, a kernel of its own pays from {SHORT_PIECE}"
+    return _accept(lowered, estimate)
 
 
 def _start(decision: Decision) -> None:
