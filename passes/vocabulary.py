@@ -83,11 +83,6 @@ FUNCTIONS: dict[Any, str] = {
 # Truth values that are added are a truth value again.
 ADDITIONS = frozenset({aten.add.Tensor, aten.add.Scalar})
 
-# Ops that mean themselves on truth values only.
-ON_TRUTH_ONLY = frozenset(
-    {aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default}
-)
-
 IDENTITY = frozenset(
     {
         aten.clone.default,
