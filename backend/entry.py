@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from normpass.backend import dump, record, toolchain
+from normpass.backend import dump, inductor_call, record, toolchain
 from normpass.backend.op import region_op
 from normpass.backend.options import Options
 from normpass.backend.plan import make_plan
@@ -153,6 +153,7 @@ class FusionPass(CustomGraphPass):
         decisions = fuse_graph(graph, region_op, least_bytes=least_bytes, accept=accept)
         for decision in decisions:
             _start(decision)
+        inductor_call.install()
         record.decisions(decisions)
         record.after(before, graph, decisions)
         dump.graph(self.settings.debug, "30_fused", graph, number)

@@ -232,7 +232,7 @@ _BUFFER = re.compile(
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Region:
-    """Reads a region's text and verifies it.
+    """Reads a region's text and verifies it. A semicolon ends a line as well.
 
     Raises:
         RegionError: where a line breaks the grammar, or names what was not defined before it.
@@ -243,7 +243,7 @@ def parse(text: str) -> Region:
     inputs: list[Buffer] = []
     ops: list[Op] = []
     outputs: list[Output] = []
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in filter(None, map(str.strip, text.replace(";", "\n").splitlines())):
         match = _LINE.match(line)
         if match is None:
             raise RegionError(f"expected 'WORD REST' in a region's line, found {line!r}")

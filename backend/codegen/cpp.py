@@ -15,7 +15,6 @@ import torch
 
 from normpass.backend.codegen.cpp_names import (
     COMBINE,
-    JAM,
     PREFETCH_ROWS,
     TYPES,
     Names,
@@ -141,7 +140,7 @@ class _Printer(Names):
             size = self.array_size(keep.value, keep.axes)
             private = node.parallel and not keep.shared
             rows = (
-                f" * {JAM}"
+                f" * {self.jam_rows}"
                 if self.jam in self.varies[keep.value] and self.jam not in keep.axes
                 else ""
             )
@@ -230,8 +229,8 @@ class _Printer(Names):
             self.cascade(sums, f"{name}0", "J")
             self.body(node.body)
         self.line(f"int64_t {name}0 = mine.begin;")
-        self.line(f"for (; {name}0 + {JAM} <= mine.end; {name}0 += {JAM})")
-        self.line(f"  rows.template operator()<{JAM}>({name}0);")
+        self.line(f"for (; {name}0 + {self.jam_rows} <= mine.end; {name}0 += {self.jam_rows})")
+        self.line(f"  rows.template operator()<{self.jam_rows}>({name}0);")
         self.line(f"for (; {name}0 < mine.end; ++{name}0) rows.template operator()<1>({name}0);")
 
     def body(self, nodes: Sequence[Node]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.pointwise import truth_values
+from normpass.backend.tree import Accumulate, walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +29,14 @@ TYPES = {
     torch.bool: "bool",
 }
 COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
-# Rows of so many bytes go through a kernel JAM at a time; others one by one, with the row after the
-# next prefetched. On layer norm's backward (float32, AVX-512, two threads), against the other way:
-# jammed 1.3x faster at 32 KiB, 1.05x to 1.3x slower at 1 and 4 KiB, 1.15x slower at 128 KiB.
+# What goes through a kernel several rows at a time (Names.jam). Measured on layer norm's and RMSNorm's
+# backward and layer norm's forward (float32, AVX-512, two threads) against one row at a time with the
+# row after the next prefetched: four rows are 1.1x to 1.5x faster from 8 KiB a row where rows are
+# added to arrays, from 16 KiB elsewhere, and slower below. Around 128 KiB two rows still fit in a
+# second-level cache of 1 MiB and four do not: there two are 1.1x faster than four.
 JAM = 4
-JAM_BYTES = range(16 * 1024, 64 * 1024)
+JAM_FROM, JAM_FROM_WITH_ARRAYS = 16 * 1024, 8 * 1024
+PAIRS = range(96 * 1024, 256 * 1024)
 PREFETCH_ROWS = 2
 
 
@@ -45,7 +49,7 @@ class Names:
         self.varies = self.region.varies
         self.truth = truth_values(self.region)
         self.double = self.region.compute_dtype is torch.float64
-        self.jam = self._choose_jam()
+        self.jam, self.jam_rows = self._choose_jam()
         self.buffers = [*self.region.inputs, *(o.buffer for o in self.region.outputs)]
         self.lines: list[str] = []
         self.indent = 0
@@ -54,13 +58,23 @@ class Names:
         self.last_pass = False  # whether the loop being printed is the last over its row
         self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
 
-    def _choose_jam(self) -> str | None:
-        """The axis whose rows go through together, if that pays: long rows of a plain matrix."""
+    def _choose_jam(self) -> tuple[str | None, int]:
+        """The axis whose rows go through together and how many, if that pays: long rows of a plain
+        matrix.
+        """
         axes = self.plan.axes
-        itemsize = 8 if self.double else 4
         matrix = len(axes) == 2 and axes[1].name == self.plan.vector
-        pays = self.plan.vector in self.plan.local and axes[-1].hint * itemsize in JAM_BYTES
-        return axes[0].name if matrix and pays else None
+        if not matrix or self.plan.vector not in self.plan.local:
+            return None, 1
+        row = axes[-1].hint * (8 if self.double else 4)
+        arrays = any(
+            isinstance(node, Accumulate) and node.accumulator.axes
+            for loop in self.plan.body
+            for node in walk(loop)
+        )
+        if row < (JAM_FROM_WITH_ARRAYS if arrays else JAM_FROM):
+            return None, 1
+        return axes[0].name, 2 if row in PAIRS else JAM
 
     # -- text
 
