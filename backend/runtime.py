@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 # What Inductor's own code calls for each tensor: ten times cheaper than the same in Python.
-from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided
+from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided  # type: ignore[attr-defined]
 from torch._C._dynamo.guards import assert_size_stride
 
 from normpass.backend import toolchain

@@ -195,7 +195,14 @@ ROWS: tuple[Shape, ...] = (
     (128, 32768),
     (32, 197, 768),
 )
-SMALL: tuple[Shape, ...] = ((64, 64), (256, 128))
+SMALL: tuple[Shape, ...] = (
+    (64, 64),
+    (256, 128),
+    (512, 128),
+    (1024, 128),
+    (128, 1024),
+    (1024, 256),
+)
 
 NORMS = {
     norm.name: norm
@@ -221,7 +228,7 @@ NORMS = {
             _last_axis(1, True),
             ROWS,
         ),
-        # So small that the call itself costs more than the work: here normpass should decline.
+        # Up to 1 MiB a tensor: where calls cost more than the work, normpass should decline.
         Norm(
             "layer_norm_small",
             lambda shape: nn.LayerNorm(shape[-1], eps=EPS),

@@ -32,7 +32,6 @@ class Estimate:
     """
 
     least: int
-    elements: int
     levels: int
     sizes: tuple[int, ...]
 
@@ -50,10 +49,9 @@ def nbytes(node: Node) -> int:
 def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     """The estimate of a region that stands for these nodes."""
     least = sum(nbytes(node) for node in (*lowered.inputs, *lowered.outputs))
-    elements = max(hint(node.meta["val"].numel()) for node in (*lowered.inputs, *lowered.outputs))
     measures = [locate(size, lowered.inputs) for size in lowered.sizes]
     sizes = tuple(hint(measure.value) // measure.divisor for measure in measures)
-    return Estimate(least, elements, levels(nodes), sizes)
+    return Estimate(least, levels(nodes), sizes)
 
 
 def levels(nodes: Sequence[Node]) -> int:

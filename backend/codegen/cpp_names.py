@@ -29,11 +29,11 @@ TYPES = {
     torch.bool: "bool",
 }
 COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
-# What goes through a kernel several rows at a time (Names.jam). Measured on layer norm's and RMSNorm's
-# backward and layer norm's forward (float32, AVX-512, two threads) against one row at a time with the
-# row after the next prefetched: four rows are 1.1x to 1.5x faster from 8 KiB a row where rows are
-# added to arrays, from 16 KiB elsewhere, and slower below. Around 128 KiB two rows still fit in a
-# second-level cache of 1 MiB and four do not: there two are 1.1x faster than four.
+# What goes through a kernel several rows at a time (Names.jam). Measured on the backward of layer
+# and RMS norm and layer norm's forward (float32, AVX-512, two threads) against one row at a time
+# with the row after the next prefetched: four rows are 1.1x to 1.5x faster from 8 KiB a row where
+# rows are added to arrays, from 16 KiB elsewhere, and slower below. Around 128 KiB two rows still
+# fit in a second-level cache of 1 MiB and four do not: there two are 1.1x faster than four.
 JAM = 4
 JAM_FROM, JAM_FROM_WITH_ARRAYS = 16 * 1024, 8 * 1024
 PAIRS = range(96 * 1024, 256 * 1024)
