@@ -1,8 +1,9 @@
-"""What every decomposition owes the operator it replaces, stated once.
+"""What every rule owes its caller, stated once.
 
 A formula sees its tensors in working precision and returns every result; `with_conventions` makes
-an operator's decomposition of it: it raises the arguments, drops the results that `output_mask`
-leaves out, and gives each of the others the dtype and memory format that eager gives it.
+an operator's rule of it: it raises the arguments, puts ZERO and ONE for gradients and weights that
+are not there, drops the results that a mask leaves out, and gives each of the others the dtype and
+memory format that eager gives it; the gradient of a real tensor is real.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 # Says which memory format empty_like would keep, sliced and permuted inputs included: the C++
 # Tensor::suggest_memory_format has no public Python name. Checked on torch 2.13.0.
 from torch._prims_common import suggest_memory_format
+from torch.utils._pytree import tree_leaves
+
+from normpass.decomps.neutral import ONE, ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,7 +43,7 @@ def working(dtype: torch.dtype) -> torch.dtype:
 
 def working_dtype(values: Iterable[Any]) -> torch.dtype | None:
     """The one working dtype of a call: that of its floating and complex tensors together."""
-    dtypes = [value.dtype for value in values if _is_number(value)]
+    dtypes = [value.dtype for value in tree_leaves(list(values)) if _is_number(value)]
     return functools.reduce(torch.promote_types, map(working, dtypes)) if dtypes else None
 
 
@@ -64,6 +68,16 @@ def like(*names: str) -> DType:
 def raised(name: str) -> DType:
     """The working dtype of an argument."""
     return lambda given: working(given[name].dtype)
+
+
+def promoted(*names: str) -> DType:
+    """The dtype that arithmetic of these arguments has."""
+
+    def dtype(given: Arguments) -> torch.dtype | None:
+        dtypes = [given[name].dtype for name in names if given[name] is not None]
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+    return dtype
 
 
 def statistic(given: Arguments) -> torch.dtype:
@@ -106,31 +120,39 @@ def as_input_on_cpu(given: Arguments) -> torch.memory_format:
 
 @dataclass(frozen=True)
 class Result:
-    """Dtype and layout of one result."""
+    """Dtype and layout of one result; a layout of None leaves the strides as they come."""
 
     dtype: DType
-    layout: Layout = contiguous
+    layout: Layout | None = contiguous
 
-    def finish(self, value: torch.Tensor, given: Arguments) -> torch.Tensor | None:
+    def finish(self, value: Any, given: Arguments) -> torch.Tensor | None:
         dtype = self.dtype(given)
-        if dtype is None:
+        if dtype is None or value is ZERO:
             return None
+        if value.is_complex() and not dtype.is_complex:
+            value = value.real
         # Both are no-ops, without a node in the trace, where nothing has to change.
-        return value.to(dtype).contiguous(memory_format=self.layout(given))
+        value = value.to(dtype)
+        return value if self.layout is None else value.contiguous(memory_format=self.layout(given))
 
 
-# --- the decomposition --------------------------------------------------------------------------
+# --- the rule -----------------------------------------------------------------------------------
 
 
 def with_conventions(
     formula: Callable[..., Any],
     schema: torch.FunctionSchema,
     results: Sequence[Result],
+    *,
+    zeros: Iterable[str] = (),
+    ones: Iterable[str] = (),
 ) -> Callable[..., Any]:
-    """The decomposition of an operator, from a formula and what its results look like.
+    """The rule of an operator, from a formula and what its results look like.
 
     The formula's parameters correspond to the schema's in order; it returns one tensor for each
-    of `results`, or a tuple of them. Raises ValueError when the numbers differ.
+    of `results`, or a tuple of them. zeros, ones: the parameters for which None means ZERO (an
+    undefined gradient) and ONE (a weight that is not there); a result that comes out as ZERO is
+    None. Raises ValueError when the numbers differ or a name is unknown.
     """
     names = tuple(argument.name for argument in schema.arguments)
     parameters = tuple(inspect.signature(formula).parameters)
@@ -139,23 +161,35 @@ def with_conventions(
             f"{schema.name} takes ({', '.join(names)}) and returns {len(schema.returns)}; the "
             f"formula takes ({', '.join(parameters)}) and describes {len(results)} results"
         )
+    absent = {**dict.fromkeys(zeros, ZERO), **dict.fromkeys(ones, ONE)}
+    if not absent.keys() <= set(names):
+        raise ValueError(
+            f"{schema.name} takes ({', '.join(names)}); zeros and ones name "
+            f"{', '.join(sorted(absent.keys() - set(names)))}"
+        )
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    masks = [a.name for a in schema.arguments if str(a.type) == "List[bool]"]
 
     @functools.wraps(formula)
-    def decomposition(*args: Any, **kwargs: Any) -> Any:
+    def rule(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         dtype = working_dtype(given.values())
-        values = formula(*(_raise(given[name], dtype) for name in names))
+        values = formula(*(_raise(given[name], dtype, absent.get(name)) for name in names))
+        values = values if isinstance(values, tuple) else (values,)
         # Masked results are computed all the same: dead code elimination removes them.
-        mask = given.get("output_mask", (True,) * len(results))
+        mask = given[masks[0]] if masks else (True,) * len(results)
         finished = tuple(
             result.finish(value, given) if wanted else None
             for result, value, wanted in zip(results, values, mask, strict=True)
         )
         return finished if len(finished) > 1 else finished[0]
 
-    return decomposition
+    return rule
 
 
-def _raise(value: Any, dtype: torch.dtype | None) -> Any:
+def _raise(value: Any, dtype: torch.dtype | None, absent: Any) -> Any:
+    if value is None:
+        return absent
+    if isinstance(value, list | tuple):  # Tensor[]
+        return [_raise(v, dtype, ZERO) for v in value]
     return value.to(dtype) if dtype is not None and _is_number(value) else value

@@ -17,9 +17,11 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from normpass.decomps.conventions import with_conventions
+from normpass.decomps.operators import define
+from normpass.decomps.slopes import Elementwise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from normpass.decomps.conventions import Result
 
@@ -91,7 +93,7 @@ class UnknownRule(KeyError):
 _RULES: dict[tuple[Kind, OpOverload | str], Rule] = {}
 
 # The packages whose import registers rules.
-_ROOMS = ("normpass.decomps.norms",)
+_ROOMS = ("normpass.decomps.norms", "normpass.decomps.derivatives")
 
 
 def _add(rule: Rule) -> None:
@@ -153,6 +155,53 @@ def decomposition(
     return decorate
 
 
+def formula(
+    kind: Kind,
+    schema: str,
+    *,
+    source: str,
+    shapes: str,
+    results: Sequence[Result],
+    zeros: Sequence[str] = (),
+    ones: Sequence[str] = (),
+    why: str = "",
+) -> Callable[[F], F]:
+    """Decorator: enters a derivative formula under its FunctionsManual name.
+
+    schema: "softmax_double_backward(Tensor? grad, Tensor grad_output, int dim, Tensor output) ->
+    Tensor", with upstream's names in upstream's order. zeros, ones: the parameters for which None
+    means an undefined gradient and a weight of ones (conventions.with_conventions). The formula is
+    torch.ops.normpass.<name> too, and the operator's decomposition. The decorated name stays the
+    bare formula.
+    """
+    parsed = torch._C.parse_schema(f"normpass::{schema}")
+    name = parsed.name.removeprefix("normpass::")
+
+    def decorate(bare: F) -> F:
+        function = with_conventions(bare, parsed, results, zeros=zeros, ones=ones)
+        _add(Rule(kind, define(schema, function), name, source, shapes, why, function))
+        return bare
+
+    return decorate
+
+
+def slopes(table: Mapping[str, Callable[..., Any]], *, source: str) -> None:
+    """Enters the vjp and the jvp of elementwise operators, from a table of their slopes.
+
+    table: "aten.tanh.default" -> lambda y: 1 - y * y (decomps/slopes.py says what a slope may ask
+    for); an operator that this torch lacks is skipped. source: the file of the formulas.
+    """
+    for name, slope in table.items():
+        op = find_op(name)
+        if op is None:
+            continue
+        row = Elementwise(op, slope)
+        for kind, function in (("vjp", row.vjp()), ("jvp", row.jvp())):
+            of = "grad" if kind == "vjp" else "tangent"
+            shapes = f"{of}: *s, {row.tensor}: *s -> d{row.tensor}: *s"
+            _add(Rule(kind, op, str(op), f"{source}: {op._schema.name.removeprefix('aten::')}", shapes, "", function))
+
+
 def find_op(name: str) -> OpOverload | None:
     """torch.ops.<name>, as "aten.native_layer_norm.default"; None if this torch lacks it."""
     found: Any = torch.ops
@@ -177,7 +226,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     return {
         rule.op: rule.function
         for rule in rules()
-        if rule.kind == "decomposition" and rule.op is not None
+        if rule.op is not None and (rule.kind == "decomposition" or rule.op.namespace == "normpass")
     }
 
 
@@ -186,12 +235,7 @@ def batch_rule(op: OpOverload | OpOverloadPacket) -> Rule:
 
     A packet stands for its default overload. Raises UnknownRule (a KeyError).
     """
-    if isinstance(op, OpOverloadPacket):
-        op = op.default
-    known = {rule.name: rule for rule in rules() if rule.kind == "batching"}
-    if str(op) in known:
-        return known[str(op)]
-    raise _unknown("batching rule", str(op), known)
+    return _of_op("batching", op)
 
 
 def derivative(name: str) -> Rule:
@@ -200,6 +244,29 @@ def derivative(name: str) -> Rule:
     if name in known:
         return known[name]
     raise _unknown("derivative formula", name, known)
+
+
+def vjp(op: OpOverload | OpOverloadPacket) -> Rule:
+    """The reverse derivative of an operator, callable as f(grad, *args, result=None, **kwargs): the
+    gradient of its tensor. A packet stands for its default overload. Raises UnknownRule.
+    """
+    return _of_op("vjp", op)
+
+
+def jvp(op: OpOverload | OpOverloadPacket) -> Rule:
+    """The forward derivative of an operator, callable as f(tangent, *args, result=None, **kwargs).
+    A packet stands for its default overload. Raises UnknownRule.
+    """
+    return _of_op("jvp", op)
+
+
+def _of_op(kind: Kind, op: OpOverload | OpOverloadPacket) -> Rule:
+    if isinstance(op, OpOverloadPacket):
+        op = op.default
+    known = {str(rule.op): rule for rule in rules() if rule.kind == kind and rule.op is not None}
+    if str(op) in known:
+        return known[str(op)]
+    raise _unknown(f"{kind} rule", str(op), known)
 
 
 def _unknown(what: str, name: str, known: dict[str, Rule]) -> UnknownRule:

@@ -39,7 +39,7 @@ def names_on_the_left(rule: Rule) -> list[str]:
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.kind}:{rule.name}")
 def test_every_rule_is_complete(rule: Rule) -> None:
     assert rule.kind in KINDS
-    assert re.search(r"\w+\.(cpp|cu|py): \w+", rule.source), "source is 'file: function'"
+    assert re.search(r"\w+\.(cpp|cu|py|yaml): \w+", rule.source), "source is 'file: function'"
     parameters = list(inspect.signature(inspect.unwrap(rule.function)).parameters)
     assert set(names_on_the_left(rule)) <= set(parameters), "shapes name the parameters"
     assert inspect.unwrap(rule.function).__doc__, "the mathematics is in the docstring"
@@ -62,7 +62,7 @@ def test_the_operators_of_the_norms_are_there() -> None:
         aten.cudnn_batch_norm_backward.default,
         aten.miopen_batch_norm_backward.default,
     }
-    assert set(decompositions()) == expected
+    assert {op for op in decompositions() if op.namespace == "aten"} == expected
 
 
 def test_the_table_is_fresh() -> None:
