@@ -40,13 +40,37 @@ inline void put(S* p, T value) {
   *p = static_cast<S>(value);
 }
 
+template <class T, class S>
+inline constexpr bool is_half = std::is_same_v<T, float> && (std::is_same_v<S, c10::BFloat16> || std::is_same_v<S, c10::Half>);
+
+#if defined(CPU_CAPABILITY_AVX512)
+// A Vec of floats has half as many lanes as one of 16-bit numbers. at::vec goes through the wider one with
+// masks, and every other access of it crosses a cache line.
+template <class S>
+inline Vectorized<float> widen(__m256i bits) {
+  if constexpr (std::is_same_v<S, c10::Half>) return _mm512_cvtph_ps(bits);
+  else return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+template <class S>
+inline __m256i narrow(Vectorized<float> value) {
+  if constexpr (std::is_same_v<S, c10::Half>)
+    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  else return at::vec::cvtfp32_bf16(value);
+}
+#endif
+
 template <class T, class S, class L>
 inline Vectorized<T> load(const S* p, L lanes) {
   using V = Vectorized<T>;
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (is_half<T, S> && is_all<L>)
+    return widen<S>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#endif
   if constexpr (std::is_same_v<S, T>) {
     if constexpr (is_all<L>) return V::loadu(p);
     else return V::loadu(p, lanes);
-  } else if constexpr (std::is_same_v<T, float> && (std::is_same_v<S, c10::BFloat16> || std::is_same_v<S, c10::Half>)) {
+  } else if constexpr (is_half<T, S>) {
     return at::vec::convert<float, 1, S, 1>(Vectorized<S>::loadu(p, lanes));
   } else {
     alignas(64) T buffer[V::size()] = {};
@@ -64,11 +88,14 @@ inline Vectorized<T> gather(const S* p, int64_t stride, L lanes) {
 
 template <class T, class S, class L>
 inline void store(S* p, Vectorized<T> value, L lanes) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (is_half<T, S> && is_all<L>)
+    return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow<S>(value));
+#endif
   if constexpr (std::is_same_v<S, T>) {
     value.store(p, lanes);
-  } else if constexpr (std::is_same_v<T, float> && (std::is_same_v<S, c10::BFloat16> || std::is_same_v<S, c10::Half>)) {
-    const Vectorized<S> narrow = at::vec::convert<S, 1, float, 1>(value);
-    narrow.store(p, lanes);
+  } else if constexpr (is_half<T, S>) {
+    at::vec::convert<S, 1, float, 1>(value).store(p, lanes);
   } else {
     alignas(64) T buffer[Vectorized<T>::size()];
     value.store(buffer);
@@ -91,12 +118,9 @@ inline void write(S* p, Vectorized<T> value, L lanes, bool past_caches) {
   if constexpr (std::is_same_v<T, float> && is_all<L>) {
     if constexpr (std::is_same_v<S, float>) {
       if (past_caches && reinterpret_cast<uintptr_t>(p) % 64 == 0) return _mm512_stream_ps(p, value);
-    } else if constexpr (sizeof(S) == 2) {
-      if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0) {
-        const Vectorized<S> narrow = at::vec::convert<S, 1, float, 1>(value);
-        const __m512i bits = narrow;
-        return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(bits));
-      }
+    } else if constexpr (is_half<T, S>) {
+      if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0)
+        return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow<S>(value));
     }
   }
 #elif defined(CPU_CAPABILITY_AVX2)
