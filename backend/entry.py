@@ -27,6 +27,7 @@ from normpass.backend.plan import make_plan
 from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import registry
+from normpass.decomps.activate import is_registered
 from normpass.passes.pipeline import Decision, Fused, fuse_graph
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ class FusionPass(CustomGraphPass):
         ]
         if None in others:
             return None
-        return f"normpass {source_digest()} {self.settings} {others}"
+        # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
+        return f"normpass {source_digest()} {self.settings} {is_registered()} {others}"
 
 
 def fusion_pass() -> FusionPass:

@@ -1,13 +1,11 @@
-"""register and unregister: the one place that touches torch's global state.
+"""register and unregister: the one place from which torch's global state is touched.
 
 What is changed, and put back by `unregister`, in the order of its use by torch.compile:
 
-    torch._inductor.decomposition.decompositions        our decompositions replace or join its own
-    torch._inductor.decomposition.fast_random_decomps   its cached copy, if there is one yet
-    torch._inductor.config.post_grad_custom_pre_pass    our pass after those of other libraries
+    dispatch.py         what norms are for autograd while something is traced, for every backend
+    inductor_state.py   Inductor's decompositions, and our pass after those of other libraries
 
-Both are private. Tried on torch 2.13.0; 2.11 and 2.15 have the same names (read, not run), and 2.11
-takes one pass where 2.13 takes a sequence. Torch is imported only when something is registered.
+Torch is imported only when something is registered.
 
 Code that was compiled before stays as it is: registering concerns what is compiled from then on.
 """
@@ -15,17 +13,17 @@ Code that was compiled before stays as it is: registering concerns what is compi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from normpass.decomps.inductor_state import PassPatch, Place, TablePatch, inductor_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Iterator
 
-    GraphPass = Callable[[Any], object]
-    Table = MutableMapping[Any, Callable[..., Any]]
+    from normpass.decomps.dispatch import AutogradRules
+    from normpass.decomps.inductor_state import GraphPass
 
 RUNNING_STATS = ("error",)
 
@@ -149,19 +147,26 @@ class _Installed:
     tables: list[TablePatch]
     place: Place
     passes: PassPatch
+    rules: AutogradRules
 
     @classmethod
     def install(cls) -> _Installed:
-        from normpass.decomps.registry import decompositions
+        from normpass.decomps.dispatch import AutogradRules
+        from normpass.decomps.registry import compositions, decompositions
 
-        ours = decompositions()
         place = Place()
-        # The configuration first: it is what another version of torch may not have.
-        passes = PassPatch.apply(place)
-        tables = [TablePatch.apply(table, ours) for table in inductor_tables()]
-        return cls(tables, place, passes)
+        with contextlib.ExitStack() as undo:
+            rules = AutogradRules.apply(compositions())
+            undo.callback(rules.revert)
+            # The configuration first: it is what another version of torch may not have.
+            passes = PassPatch.apply(place)
+            ours = decompositions()
+            tables = [TablePatch.apply(table, ours) for table in inductor_tables()]
+            undo.pop_all()
+        return cls(tables, place, passes, rules)
 
     def uninstall(self) -> None:
+        self.rules.revert()
         self.place.active = False
         self.passes.revert()
         # A copy that Inductor cached in the meantime holds what its original held.

@@ -5,6 +5,7 @@ None of them copies: each is a view, a plain reduction or arithmetic on sizes.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,3 +39,30 @@ def pad_to_rank(x: Tensor, rank: int) -> Tensor:
 def per_channel(v: Tensor, rank: int) -> Tensor:
     """v: c -> 1 c 1 1 ..., against an x: n c *s of this rank."""
     return v.view(1, *v.shape, *(1,) * (rank - 2))
+
+
+def aligned(v: Tensor, *sizes: int, rank: int) -> Tensor:
+    """v: c -> 1 c 1 1 ... of this rank, c split into these sizes (-1 is inferred).
+
+    Where `per_channel` asks a vector for its shape, this takes ZERO and ONE too.
+    """
+    return v.view(1, *sizes, *(1,) * (rank - 1 - len(sizes)))
+
+
+def reduced(x: Tensor, dim: Sequence[int] | None) -> list[int]:
+    """The numbers of the axes that a reduction over `dim` takes; all for None, [] and a 0-d x."""
+    if not dim or x.dim() == 0:
+        return list(range(x.dim()))
+    return sorted(axis % x.dim() for axis in dim)
+
+
+def size_of(x: Tensor, axes: Sequence[int]) -> int:
+    """The product of the sizes of these axes."""
+    return math.prod(x.shape[axis] for axis in axes)
+
+
+def put_back(v: Tensor, axes: Sequence[int]) -> Tensor:
+    """v, of which these axes were reduced -> with them again, of size one. ZERO stays ZERO."""
+    for axis in sorted(axes):
+        v = v.unsqueeze(axis)
+    return v

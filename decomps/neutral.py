@@ -126,11 +126,9 @@ class _One(_Neutral):
         return lambda *args, **kwargs: self
 
 
-_MOVES = frozenset(
-    ("conj", "contiguous", "expand", "flatten", "movedim", "narrow", "permute", "reshape", "resolve")
-    + ("squeeze", "to", "transpose", "unflatten", "unsqueeze", "view")
-)
-_LINEAR = _MOVES | {"cumsum", "diagonal", "flip", "masked_fill", "mean", "neg", "sum", "tril", "triu"}
+_VIEWS = {"expand", "flatten", "movedim", "narrow", "permute", "reshape", "squeeze", "transpose"}
+_MOVES = _VIEWS | {"conj", "contiguous", "resolve_conj", "to", "unflatten", "unsqueeze", "view"}
+_LINEAR = _MOVES | {"cumsum", "flip", "masked_fill", "mean", "neg", "sum", "tril", "triu"}
 
 ZERO = _Zero()
 ONE = _One()

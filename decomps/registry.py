@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from normpass.decomps.conventions import Result
 
-Kind = Literal["decomposition", "batching", "vjp", "double_backward", "jvp"]
+Kind = Literal["decomposition", "autograd", "batching", "vjp", "double_backward", "jvp"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DERIVATIVES: tuple[Kind, ...] = ("vjp", "double_backward", "jvp")
 
@@ -93,7 +93,7 @@ class UnknownRule(KeyError):
 _RULES: dict[tuple[Kind, OpOverload | str], Rule] = {}
 
 # The packages whose import registers rules.
-_ROOMS = ("normpass.decomps.norms", "normpass.decomps.derivatives")
+_ROOMS = ("normpass.decomps.norms", "normpass.decomps.derivatives", "normpass.decomps.batching")
 
 
 def _add(rule: Rule) -> None:
@@ -134,6 +134,7 @@ def decomposition(
     shapes: str,
     results: Sequence[Result],
     why: str = "",
+    autograd: bool = False,
 ) -> Callable[[F], F]:
     """Decorator: enters a formula as the decomposition of an operator.
 
@@ -142,17 +143,23 @@ def decomposition(
     masks, dtypes and layouts of the results). The decorated name stays the bare formula.
 
     `op` may be a string such as "aten.batch_norm_backward.default" where some supported version of
-    torch lacks the operator: there the rule does not exist.
+    torch lacks the operator: there the rule does not exist. autograd: the formula is what the
+    operator is for autograd too, at higher orders (`compositions`).
     """
 
     def decorate(formula: F) -> F:
         found = find_op(op) if isinstance(op, str) else op
         if found is not None:
             function = with_conventions(formula, found._schema, results)
-            _add(Rule("decomposition", found, str(found), source, shapes, why, function))
+            for kind in _kinds(autograd):
+                _add(Rule(kind, found, str(found), source, shapes, why, function))
         return formula
 
     return decorate
+
+
+def _kinds(autograd: bool) -> tuple[Kind, ...]:
+    return ("decomposition", "autograd") if autograd else ("decomposition",)
 
 
 def formula(
@@ -196,10 +203,10 @@ def slopes(table: Mapping[str, Callable[..., Any]], *, source: str) -> None:
         if op is None:
             continue
         row = Elementwise(op, slope)
-        for kind, function in (("vjp", row.vjp()), ("jvp", row.jvp())):
-            of = "grad" if kind == "vjp" else "tangent"
-            shapes = f"{of}: *s, {row.tensor}: *s -> d{row.tensor}: *s"
-            _add(Rule(kind, op, str(op), f"{source}: {op._schema.name.removeprefix('aten::')}", shapes, "", function))
+        of = f"{source}: {op._schema.name.removeprefix('aten::')}"
+        shapes = f"{{0}}: *s, {row.tensor}: *s -> d{row.tensor}: *s"
+        _add(Rule("vjp", op, str(op), of, shapes.format("grad"), "", row.vjp()))
+        _add(Rule("jvp", op, str(op), of, shapes.format("tangent"), "", row.jvp()))
 
 
 def find_op(name: str) -> OpOverload | None:
@@ -227,6 +234,17 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         rule.op: rule.function
         for rule in rules()
         if rule.op is not None and (rule.kind == "decomposition" or rule.op.namespace == "normpass")
+    }
+
+
+def compositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Operators and what they are for autograd where derivatives are asked for that their own
+    formulas do not give: compositions of primitives (decomps/dispatch.py).
+    """
+    return {
+        rule.op: rule.function
+        for rule in rules()
+        if rule.kind == "autograd" and rule.op is not None
     }
 
 

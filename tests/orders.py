@@ -48,7 +48,9 @@ def group_primitives(x: Tensor) -> Tensor:
     return y * channels(W6) + channels(B6)
 
 
-def module(norm: nn.Module, weight: Tensor, bias: Tensor | None, *, train: bool = True) -> nn.Module:
+def module(
+    norm: nn.Module, weight: Tensor, bias: Tensor | None, *, train: bool = True
+) -> nn.Module:
     norm = norm.double().train(train)
     with torch.no_grad():
         norm.weight.copy_(weight)
@@ -141,7 +143,7 @@ MIXES: dict[str, Callable[[Function], Function]] = {
     "jvp_grad_grad": lambda n: along(grad(slope(loss(n)))),
     "grad_jvp_grad": lambda n: grad(lambda x: (along(grad(loss(n)))(x) * C).sum()),
     "jvp_jvp_grad": lambda n: along(along(grad(loss(n)))),
-    "vmap": lambda n: lambda x: vmap(n)(torch.stack([x, x + V])),
+    "vmap": lambda n: lambda x: vmap(lambda v: n(v))(torch.stack([x, x + V])),
     "vmap_grad": lambda n: lambda x: vmap(grad(loss(n)))(torch.stack([x, x + V])),
     "vmap_jvp": lambda n: lambda x: vmap(along(loss(n)))(torch.stack([x, x + V])),
     "hessian": lambda n: lambda x: hessian(lambda v: loss(n)(torch.cat([v, x[1:]])))(x[:1]),
@@ -151,7 +153,7 @@ MIXES: dict[str, Callable[[Function], Function]] = {
 
 
 def outcome(norm: str, mix: str, wrap: Callable[[Any], Any]) -> str:
-    """"right", "WRONG" with the distance, or the error of one case run through `wrap`."""
+    """ "right", "WRONG" with the distance, or the error of one case run through `wrap`."""
     make, primitives = NORMS[norm]
     x = fixed(*SHAPE) * 2 + 0.5
     want = MIXES[mix](primitives)(x)

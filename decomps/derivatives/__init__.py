@@ -2,6 +2,6 @@
 registers them.
 """
 
-from normpass.decomps.derivatives import pointwise, softmax
+from normpass.decomps.derivatives import norm_jvps, norms, pointwise, softmax, variances
 
-__all__ = ["pointwise", "softmax"]
+__all__ = ["norm_jvps", "norms", "pointwise", "softmax", "variances"]

@@ -39,6 +39,7 @@ def _split_parameter(v: Tensor, groups: int, rank: int) -> Tensor:
     shapes="x: n c *s, weight: c, bias: c -> y: n c *s, mean: n k, rstd: n k",
     results=(Result(like("input"), as_input_on_cpu), Result(statistic), Result(statistic)),
     why="torch's own folds the mean into the bias on the CPU, through as_strided: not centred",
+    autograd=True,
 )
 def group_norm(
     x: Tensor,

@@ -25,6 +25,7 @@ aten = torch.ops.aten
     shapes="x: *n *d, weight: *d, bias: *d -> y: *n *d, mean: *n 1, rstd: *n 1",
     results=(Result(like("input")), Result(statistic_by_device), Result(statistic_by_device)),
     why="torch's own copies a non-contiguous input first",
+    autograd=True,
 )
 def layer_norm(
     x: Tensor,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     "aten/src/ATen/native/cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda",
     shapes="x: *n *d, weight: *d -> y: *n *d, rstd: *n 1",
     results=(Result(like("input"), as_input_on_cpu), Result(raised("input"))),
+    autograd=True,
 )
 def rms_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None

@@ -10,7 +10,7 @@ import torch
 from torch._inductor import config, decomposition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from normpass.decomps import activate
+from normpass.decomps import inductor_state
 from normpass.decomps.activate import is_registered, register, registered, unregister
 from normpass.decomps.registry import decompositions
 
@@ -187,7 +187,7 @@ def test_other_threads_see_the_pass() -> None:
 def test_passes_of_others_are_kept(
     several: bool, listed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activate, "_takes_several", lambda: several)
+    monkeypatch.setattr(inductor_state, "_takes_several", lambda: several)
     theirs, ours, graph = Counting("theirs"), Counting("ours"), torch.fx.Graph()
     value = [theirs] if listed else theirs
     with config.patch(post_grad_custom_pre_pass=value):
@@ -248,7 +248,7 @@ def test_uuid_tells_caches_what_is_installed() -> None:
 def test_a_torch_that_cannot_be_changed_stays_unchanged(
     use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activate, "_NAME", "no_such_pass")
+    monkeypatch.setattr(inductor_state, "_NAME", "no_such_pass")
     with pytest.raises(KeyError, match="no_such_pass"):
         use()
     assert not is_registered()

@@ -116,7 +116,7 @@ def test_an_incomplete_rule_is_an_error(source: str, shapes: str, name: str, mes
 
 @pytest.mark.usefixtures("scratch")
 def test_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"one of decomposition, batching, .*found 'vpj'"):
+    with pytest.raises(ValueError, match=r"one of decomposition, autograd, .*found 'vpj'"):
         register_rule("vpj", name="f", source="a", shapes="x -> y")(abs)  # type: ignore[arg-type]
 
 
@@ -138,8 +138,8 @@ def test_the_same_rule_twice_names_both_places() -> None:
 
 
 def test_asking_for_what_is_not_there() -> None:
-    with pytest.raises(KeyError, match=r"no batching rule named 'aten\.native_layer_norm\.defau"):
-        batch_rule(aten.native_layer_norm.default)
+    with pytest.raises(KeyError, match=r"no batching rule named 'aten\.tanh\.default"):
+        batch_rule(aten.tanh)
     with pytest.raises(KeyError, match="no derivative formula named 'layer_norm_double_backwar'"):
         derivative("layer_norm_double_backwar")
 

@@ -1,0 +1,155 @@
+"""Batch norm's running statistics under vmap: updated in place, wherever they are batched."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from normpass.decomps.registry import batch_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+V, N, C, S = 3, 4, 6, 5
+INFO = SimpleNamespace(batch_size=V, randomness="error")
+SETTINGS = (True, 0.3, 0.25)
+Dims = tuple["int | None", "int | None", "int | None"]
+
+
+def statistics(*sizes: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(sizes).double(), torch.ones(sizes).double()
+
+
+def batched(dims: Dims) -> tuple[Tensor, Tensor, Tensor]:
+    """x, running_mean and running_var, batched along these dimensions in the way of views."""
+    values = torch.randn(V, N, C, S), torch.randn(V, C), torch.rand(V, C) + 0.5
+    x, mean, var = (
+        v[0].double() if d is None else v.double().movedim(0, d)
+        for v, d in zip(values, dims, strict=True)
+    )
+    return x, mean, var
+
+
+def rule(dims: Dims, x: Tensor, mean: Tensor | None, var: Tensor | None) -> Any:
+    in_dims = (dims[0], None, None, *dims[1:], None, None, None)
+    return batch_rule(aten.native_batch_norm)(INFO, in_dims, x, None, None, mean, var, *SETTINGS)
+
+
+def example(value: Tensor, dim: int | None, i: int) -> Tensor:
+    return value if dim is None else value.select(dim, i)
+
+
+def loop(dims: Dims, *values: Tensor) -> list[Tensor]:
+    """The operator over the examples: its results, stacked; it updates the views it is given."""
+    rows = []
+    for i in range(V):
+        x, mean, var = (example(v, d, i) for v, d in zip(values, dims, strict=True))
+        rows.append(aten.native_batch_norm(x, None, None, mean, var, *SETTINGS))
+    return [torch.stack(row) for row in zip(*rows, strict=True)]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(tuple(actual), tuple(expected), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dims", list(itertools.product((None, 0, 1, -1), (0, -1), (0, -1))))
+def test_running_statistics_are_updated_in_place(dims: Dims) -> None:
+    ours = batched(dims)
+    theirs = [value.clone() for value in ours]
+    outs, out_dims = rule(dims, *ours)
+    expected = loop(dims, *theirs)
+    assert set(out_dims) == {None if dims[0] is None else 0}
+    assert_same((out.expand(e.shape) for out, e in zip(outs, expected, strict=True)), expected)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_one_running_statistic_alone_is_updated(which: int) -> None:
+    dims = (1, -1, -1)
+    ours = batched(dims)
+    theirs = [value.clone() for value in ours]
+    rule(dims, ours[0], *(value if i == which else None for i, value in enumerate(ours) if i))
+    loop(dims, *theirs)  # the kernel wants both
+    assert_same([ours[which]], [theirs[which]])
+
+
+def test_a_running_statistic_that_nothing_batched_reaches_is_updated_once() -> None:
+    x, mean, var = batched((None, -1, None))
+    first, other = mean[:, 0].clone(), var.clone()
+    rule((None, -1, None), x, mean, var)
+    aten.native_batch_norm(x, None, None, first, other, *SETTINGS)
+    assert_same((mean[:, 0], var), (first, other))
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (0, 0, None), (-1, None, 0)])
+def test_running_statistics_shared_by_examples_are_upstreams_error(dims: Dims) -> None:
+    x, mean, var = batched(dims)
+    before = mean.clone()
+    with pytest.raises(RuntimeError) as ours:
+        rule(dims, x, mean, var)
+    with pytest.raises(RuntimeError) as theirs:
+        torch.vmap(lambda *v: aten.native_batch_norm(v[0], None, None, *v[1:], *SETTINGS), dims)(
+            x, mean, var
+        )
+    assert str(ours.value) == str(theirs.value).partition("\nException raised from")[0]
+    assert torch.equal(mean, before)
+
+
+def test_the_variance_of_one_value_is_nan_as_in_eager() -> None:
+    x, (mean, var) = torch.randn(V, 1, C).double(), statistics(V, C)
+    rule((0, 0, 0), x, mean, var)
+    assert_same([mean], [0.3 * x[:, 0]])
+    assert var.isnan().all()
+
+
+# --- under other transforms ---------------------------------------------------------------------
+
+
+def trained(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """A number that depends on x through a batch norm of V examples."""
+    (y, _, _), _ = rule((0, 0, 0), x, mean, var)
+    return (y**3 * torch.arange(float(S))).sum()
+
+
+DERIVATIVES = {
+    "grad": torch.func.grad,
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),)),
+    "grad of grad": lambda f: torch.func.grad(lambda x: (torch.func.grad(f)(x) ** 2).sum()),
+    "jvp of grad": lambda f: lambda x: torch.func.jvp(torch.func.grad(f), (x,), (x.cos(),)),
+    "backward": lambda f: lambda x: f(x.requires_grad_()).backward(),
+}
+
+
+@pytest.mark.parametrize("outer", DERIVATIVES)
+def test_captured_running_statistics_are_updated_under_derivatives(outer: str) -> None:
+    x, (mean, var) = batched((0, 0, 0))[0], statistics(V, C)
+    DERIVATIVES[outer](lambda x: trained(x, mean, var))(x)
+    moments = x.detach().mean((1, 3)), x.detach().var((1, 3))
+    assert_same((mean, var), (0.3 * moments[0], 0.7 + 0.3 * moments[1]))
+    assert not mean.requires_grad
+
+
+def test_running_statistics_are_updated_in_forward_mode_without_a_tangent() -> None:
+    x, (mean, var) = batched((0, 0, 0))[0], statistics(V, C)
+    with forward_ad.dual_level():
+        trained(forward_ad.make_dual(x, x.cos()), mean, var)
+        assert forward_ad.unpack_dual(mean).tangent is None
+    assert_same([mean], [0.3 * x.mean((1, 3))])
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, torch.func.grad], ids=["value", "grad"])
+def test_running_statistics_of_an_outer_vmap(inner: Callable[..., Any]) -> None:
+    x, (mean, var) = torch.randn(2, V, N, C, S).double(), statistics(2, V, C)
+    torch.vmap(lambda x, m, v: inner(lambda x: trained(x, m, v))(x))(x, mean, var)
+    assert_same([mean], [0.3 * x.mean((2, 4))])
+    with pytest.raises(RuntimeError, match="which will be updated in place, were not batched"):
+        torch.vmap(lambda x: trained(x, mean[0], var[0]))(x)
