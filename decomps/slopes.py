@@ -2,10 +2,14 @@
 
     y = f(x) elementwise:   vjp = grad * conj(f'(x)),   jvp = tangent * f'(x)
 
-A slope names what it needs: `x`, the tensor that is differentiated; `y`, the result; any other
-argument of the operator by the name in its schema. It returns a tensor, a number, or a truth value
-per element, which means one or zero: there a gradient is selected, not multiplied, so that what is
-infinite where the slope is zero does not become NaN.
+A slope names what it needs: `x`, the tensor that is differentiated (the operator's first); `y`, the
+result; any other argument of the operator by the name in its schema. It returns a tensor, a number,
+or a truth value per element, which means one or zero: there a gradient is selected, not multiplied,
+so that what is infinite where the slope is zero does not become NaN.
+
+A slope that names `g`, the gradient or the tangent, returns the product g * f'(x): for functions
+that divide by what may be zero (1 / 0 is NaN in the complex plane, g / 0 an infinity) and for those
+that select and multiply at once.
 """
 
 from __future__ import annotations
@@ -25,38 +29,46 @@ if TYPE_CHECKING:
 
 
 class Elementwise:
-    """An operator of one tensor, bound to its slope; makes the functions of its rules."""
+    """An operator bound to its slope; makes the functions of its rules.
+
+    What the schema says is read here, once: what is called later has to be traced by Dynamo.
+    """
 
     def __init__(self, op: OpOverload, slope: Callable[..., Any]) -> None:
         self.op = op
         self.slope = slope
-        self.arguments = tuple(argument.name for argument in op._schema.arguments)
-        tensors = [a.name for a in op._schema.arguments if isinstance(a.type, torch.TensorType)]
+        schema = op._schema.arguments
+        self.arguments = tuple(a.name for a in schema)
+        self.positional = tuple(a.name for a in schema if not a.kwarg_only)
+        self.keywords = tuple(a.name for a in schema if a.kwarg_only)
+        self.defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+        tensors = [a.name for a in schema if isinstance(a.type, torch.TensorType)]
         self.wanted = tuple(inspect.signature(slope).parameters)
-        known = {"x", "y", *self.arguments} - set(tensors)
-        if len(tensors) != 1 or not set(self.wanted) <= known:
+        known = {"x", "y", "g", *self.arguments} - set(tensors[:1])
+        if not tensors or not set(self.wanted) <= known:
             raise ValueError(
-                f"the slope of {op} may ask for {', '.join(sorted(known))} and {op} must take one "
+                f"the slope of {op} may ask for {', '.join(sorted(known))} and {op} must take a "
                 f"tensor; the slope takes ({', '.join(self.wanted)}), {op} the tensors {tensors}"
             )
         self.tensor = tensors[0]
-        self.defaults = {
-            a.name: a.default_value for a in op._schema.arguments if a.has_default_value()
-        }
 
     def vjp(self) -> Callable[..., Any]:
         def vjp(grad: Tensor, *args: Any, result: Tensor | None = None, **kwargs: Any) -> Tensor:
             """grad * conj(slope): real where the tensor is."""
-            x, slope = self.evaluate(args, result, kwargs)
-            return _times(grad, slope, conjugate=True, like=x)
+            given = self.given(args, kwargs)
+            product = self.times(grad, given, result, conjugate=True)
+            dtype = given[self.tensor].dtype
+            if product.is_complex() and not dtype.is_complex:
+                product = product.real
+            return product.to(dtype)
 
         return self.signed(vjp, "grad")
 
     def jvp(self) -> Callable[..., Any]:
         def jvp(tangent: Tensor, *args: Any, result: Tensor | None = None, **kwargs: Any) -> Tensor:
-            """tangent * slope"""
-            _, slope = self.evaluate(args, result, kwargs)
-            return _times(tangent, slope, conjugate=False, like=None)
+            """tangent * slope: complex where the result is."""
+            product = self.times(tangent, self.given(args, kwargs), result, conjugate=False)
+            return product.to(tangent.dtype.to_complex() if product.is_complex() else tangent.dtype)
 
         return self.signed(jvp, "tangent")
 
@@ -69,37 +81,41 @@ class Elementwise:
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return function
 
-    def evaluate(
-        self, args: tuple[Any, ...], result: Tensor | None, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Any]:
-        """The differentiated tensor as it was given, and the slope in working precision."""
-        given = {**self.defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
-        original = given[self.tensor]
-        x = original.to(working(original.dtype))
-        known = {**given, "x": x}
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The operator's arguments by name."""
+        return {**self.defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+    def times(
+        self, grad: Tensor, given: dict[str, Any], result: Tensor | None, *, conjugate: bool
+    ) -> Tensor:
+        """grad * slope, or grad * conj(slope), in working precision."""
+        g, x = _raised(grad), _raised(given[self.tensor])
+        known = {**given, "x": x, "g": g.conj() if conjugate else g}
         if "y" in self.wanted:
-            known["y"] = (
-                self.result(given | {self.tensor: x}) if result is None else result.to(x.dtype)
-            )
-        return original, self.slope(*(known[name] for name in self.wanted))
+            known["y"] = self.result(given, x) if result is None else _raised(result)
+        slope = self.slope(*[known[name] for name in self.wanted])
+        if "g" in self.wanted:
+            return slope.conj() if conjugate else slope
+        return _times(g, slope, conjugate=conjugate)
 
-    def result(self, given: dict[str, Any]) -> Tensor:
+    def result(self, given: dict[str, Any], x: Tensor) -> Tensor:
         """The operator itself, for a caller that has not kept its result."""
-        schema = self.op._schema.arguments
-        positional = [given[a.name] for a in schema if not a.kwarg_only]
-        return self.op(*positional, **{a.name: given[a.name] for a in schema if a.kwarg_only})
+        given = {**given, self.tensor: x}
+        keywords = {name: given[name] for name in self.keywords}
+        return self.op(*[given[name] for name in self.positional], **keywords)
 
 
-def _times(grad: Tensor, slope: Any, *, conjugate: bool, like: Tensor | None) -> Tensor:
-    """grad * slope, or its conjugate; in the dtype of grad, or that of `like`."""
-    dtype = grad.dtype if like is None else like.dtype
-    g = grad.to(working(grad.dtype))
-    if isinstance(slope, torch.Tensor) and slope.dtype is torch.bool:
-        product = torch.where(slope, g, 0)
-    elif isinstance(slope, torch.Tensor):
-        product = g * (slope.conj() if conjugate else slope)
-    else:
-        product = torch.zeros_like(g) if slope == 0 else g * slope
-    if product.is_complex() and not dtype.is_complex:
-        product = product.real
-    return product.to(dtype)
+def _raised(x: Tensor) -> Tensor:
+    return x.to(working(x.dtype))
+
+
+def _times(g: Tensor, slope: Any, *, conjugate: bool) -> Tensor:
+    if isinstance(slope, torch.Tensor):
+        if slope.dtype is torch.bool:
+            return torch.where(slope, g, 0)
+        return g * (slope.conj() if conjugate else slope)
+    if slope == 0:
+        return torch.zeros_like(g)
+    if slope == 1:
+        return g
+    return g * (slope.conjugate() if conjugate and isinstance(slope, complex) else slope)
