@@ -15,10 +15,10 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v c++ || command -v g++ || command -v clang++))
 
-.PHONY: help test sweep demo bench lint types format clean check
+.PHONY: help test sweep demo bench page lint types format clean check
 
 help:
-	@echo "make test | demo | bench | sweep | lint | types | format | clean"
+	@echo "make test | demo | bench | sweep | page | lint | types | format | clean"
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
@@ -31,6 +31,9 @@ demo: $(VENV)/demo.stamp
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/normpass bench $(ARGS)
+
+page: $(VENV)/test.stamp
+	$(BIN)/normpass coverage --page docs/rules.md
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

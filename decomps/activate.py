@@ -22,7 +22,7 @@ from normpass.decomps.inductor_state import PassPatch, Place, TablePatch, induct
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from normpass.decomps.dispatch import AutogradRules
+    from normpass.decomps.dispatch import TracingRules
     from normpass.decomps.inductor_state import GraphPass
 
 RUNNING_STATS = ("error",)
@@ -147,16 +147,16 @@ class _Installed:
     tables: list[TablePatch]
     place: Place
     passes: PassPatch
-    rules: AutogradRules
+    rules: TracingRules
 
     @classmethod
     def install(cls) -> _Installed:
-        from normpass.decomps.dispatch import AutogradRules
-        from normpass.decomps.registry import compositions, decompositions
+        from normpass.decomps.dispatch import TracingRules
+        from normpass.decomps.registry import batch_rules, compositions, decompositions
 
         place = Place()
         with contextlib.ExitStack() as undo:
-            rules = AutogradRules.apply(compositions())
+            rules = TracingRules.apply(compositions(), batch_rules())
             undo.callback(rules.revert)
             # The configuration first: it is what another version of torch may not have.
             passes = PassPatch.apply(place)

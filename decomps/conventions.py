@@ -53,7 +53,8 @@ def _is_number(value: Any) -> bool:
 
 # --- dtypes of results --------------------------------------------------------------------------
 
-DType = Callable[[Arguments], "torch.dtype | None"]
+DType = Callable[[Arguments], "torch.dtype | Sequence[torch.dtype] | None"]
+"""A dtype for each tensor where the result is a list of them."""
 
 
 def like(*names: str) -> DType:
@@ -125,8 +126,14 @@ class Result:
     dtype: DType
     layout: Layout | None = contiguous
 
-    def finish(self, value: Any, given: Arguments) -> torch.Tensor | None:
+    def finish(self, value: Any, given: Arguments) -> Any:
         dtype = self.dtype(given)
+        if isinstance(value, list):  # Tensor[]
+            dtypes = dtype if isinstance(dtype, list | tuple) else [dtype] * len(value)
+            return [self._finish(v, d, given) for v, d in zip(value, dtypes, strict=True)]
+        return self._finish(value, dtype, given)
+
+    def _finish(self, value: Any, dtype: Any, given: Arguments) -> torch.Tensor | None:
         if dtype is None or value is ZERO:
             return None
         if value.is_complex() and not dtype.is_complex:
@@ -134,6 +141,11 @@ class Result:
         # Both are no-ops, without a node in the trace, where nothing has to change.
         value = value.to(dtype)
         return value if self.layout is None else value.contiguous(memory_format=self.layout(given))
+
+
+def absent(value: Any) -> bool:
+    """Whether this is ZERO: where it is, a formula that calls what ZERO does not know ends."""
+    return value is ZERO
 
 
 # --- the rule -----------------------------------------------------------------------------------
@@ -146,13 +158,16 @@ def with_conventions(
     *,
     zeros: Iterable[str] = (),
     ones: Iterable[str] = (),
+    as_given: bool = False,
 ) -> Callable[..., Any]:
     """The rule of an operator, from a formula and what its results look like.
 
     The formula's parameters correspond to the schema's in order; it returns one tensor for each
     of `results`, or a tuple of them. zeros, ones: the parameters for which None means ZERO (an
     undefined gradient) and ONE (a weight that is not there); a result that comes out as ZERO is
-    None. Raises ValueError when the numbers differ or a name is unknown.
+    None. as_given: the formula only moves elements, or leaves the precision to a kernel that sees
+    to it; its arguments are not raised. Raises ValueError when the numbers differ or a name is
+    unknown.
     """
     names = tuple(argument.name for argument in schema.arguments)
     parameters = tuple(inspect.signature(formula).parameters)
@@ -161,11 +176,11 @@ def with_conventions(
             f"{schema.name} takes ({', '.join(names)}) and returns {len(schema.returns)}; the "
             f"formula takes ({', '.join(parameters)}) and describes {len(results)} results"
         )
-    absent = {**dict.fromkeys(zeros, ZERO), **dict.fromkeys(ones, ONE)}
-    if not absent.keys() <= set(names):
+    neutral = {**dict.fromkeys(zeros, ZERO), **dict.fromkeys(ones, ONE)}
+    if not neutral.keys() <= set(names):
         raise ValueError(
             f"{schema.name} takes ({', '.join(names)}); zeros and ones name "
-            f"{', '.join(sorted(absent.keys() - set(names)))}"
+            f"{', '.join(sorted(neutral.keys() - set(names)))}"
         )
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     masks = [a.name for a in schema.arguments if str(a.type) == "List[bool]"]
@@ -173,8 +188,8 @@ def with_conventions(
     @functools.wraps(formula)
     def rule(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        dtype = working_dtype(given.values())
-        values = formula(*(_raise(given[name], dtype, absent.get(name)) for name in names))
+        dtype = None if as_given else working_dtype(given.values())
+        values = formula(*(_raise(given[name], dtype, neutral.get(name)) for name in names))
         values = values if isinstance(values, tuple) else (values,)
         # Masked results are computed all the same: dead code elimination removes them.
         mask = given[masks[0]] if masks else (True,) * len(results)
@@ -187,9 +202,9 @@ def with_conventions(
     return rule
 
 
-def _raise(value: Any, dtype: torch.dtype | None, absent: Any) -> Any:
+def _raise(value: Any, dtype: torch.dtype | None, neutral: Any) -> Any:
     if value is None:
-        return absent
+        return neutral
     if isinstance(value, list | tuple):  # Tensor[]
         return [_raise(v, dtype, ZERO) for v in value]
     return value.to(dtype) if dtype is not None and _is_number(value) else value

@@ -22,12 +22,13 @@ _library = torch.library.Library("normpass", "FRAGMENT")
 
 def define(schema: str, function: Callable[..., Any]) -> OpOverload:
     """The operator of this schema that computes this function of its arguments."""
-    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).partition(".")[0]
-    packet = getattr(torch.ops.normpass, name.removeprefix("normpass::"))
-    op: OpOverload = packet.default
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    base, _, overload = name.partition(".")
+    op: OpOverload = getattr(getattr(torch.ops.normpass, base), overload or "default")
 
     def differentiable(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if _is_differentiated(args):
+        if is_differentiated(args):
             return function(*args, **kwargs)
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
@@ -37,7 +38,7 @@ def define(schema: str, function: Callable[..., Any]) -> OpOverload:
     return op
 
 
-def _is_differentiated(args: tuple[Any, ...]) -> bool:
+def is_differentiated(args: tuple[Any, ...]) -> bool:
     """Whether a derivative through the operator may be asked for."""
     tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

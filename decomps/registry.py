@@ -171,21 +171,26 @@ def formula(
     results: Sequence[Result],
     zeros: Sequence[str] = (),
     ones: Sequence[str] = (),
+    as_given: bool = False,
     why: str = "",
 ) -> Callable[[F], F]:
     """Decorator: enters a derivative formula under its FunctionsManual name.
 
     schema: "softmax_double_backward(Tensor? grad, Tensor grad_output, int dim, Tensor output) ->
-    Tensor", with upstream's names in upstream's order. zeros, ones: the parameters for which None
-    means an undefined gradient and a weight of ones (conventions.with_conventions). The formula is
+    Tensor", with upstream's names in upstream's order; where upstream has several functions of a
+    name, all but the first name themselves as overloads do: "norm_backward.dim(...)". zeros, ones:
+    the parameters for which None means an undefined gradient and a weight of ones; as_given: they
+    are not raised to working precision (conventions.with_conventions). The formula is
     torch.ops.normpass.<name> too, and the operator's decomposition. The decorated name stays the
     bare formula.
     """
     parsed = torch._C.parse_schema(f"normpass::{schema}")
-    name = parsed.name.removeprefix("normpass::")
+    name = schema.partition("(")[0]
 
     def decorate(bare: F) -> F:
-        function = with_conventions(bare, parsed, results, zeros=zeros, ones=ones)
+        function = with_conventions(
+            bare, parsed, results, zeros=zeros, ones=ones, as_given=as_given
+        )
         _add(Rule(kind, define(schema, function), name, source, shapes, why, function))
         return bare
 
@@ -245,6 +250,15 @@ def compositions() -> dict[OpOverload, Callable[..., Any]]:
         rule.op: rule.function
         for rule in rules()
         if rule.kind == "autograd" and rule.op is not None
+    }
+
+
+def batch_rules() -> dict[OpOverload, Callable[..., Any]]:
+    """Operators and their batching rules, f(info, in_dims, *args) -> (outs, out_dims)."""
+    return {
+        rule.op: rule.function
+        for rule in rules()
+        if rule.kind == "batching" and rule.op is not None
     }
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from normpass.backend.entry import fuse
     from normpass.backend.explain import Report, explain
     from normpass.decomps.activate import unregister
-    from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
+    from normpass.decomps.registry import batch_rule, decompositions, derivative, jvp, rules, vjp
 
 __version__ = "0.1.0"
 
@@ -32,10 +32,12 @@ __all__ = [
     "derivative",
     "explain",
     "fuse",
+    "jvp",
     "register",
     "registered",
     "rules",
     "unregister",
+    "vjp",
 ]
 
 # Where each forwarded name lives. `register` and `registered` are written out below, because
@@ -47,15 +49,19 @@ _HOME = {
     "derivative": "normpass.decomps.registry",
     "explain": "normpass.backend.explain",
     "fuse": "normpass.backend.entry",
+    "jvp": "normpass.decomps.registry",
     "rules": "normpass.decomps.registry",
     "unregister": "normpass.decomps.activate",
+    "vjp": "normpass.decomps.registry",
 }
 
 
 def register(eager: bool = False, running_stats: str = "error") -> None:
     """Install the rules in this process, for tracing under any backend; twice is harmless.
 
-    Batching and autograd rules take effect while torch.compile traces and leave eager alone;
+    Batching and autograd rules take effect while torch.compile traces and leave eager alone:
+    derivatives of norms are then right to any order and mix of forward and reverse mode, and vmap
+    over them copies nothing;
     stock Inductor also gets the decompositions and the fusion pass. `unregister()` takes all of
     it back.
 

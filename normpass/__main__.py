@@ -17,7 +17,7 @@ COMMANDS = {
     "explain": ("normpass.commands:explain", "what is fused in a model, what is not, and why"),
     "kernels": ("normpass.commands:kernels", "print the generated kernels of a model"),
     "bench": ("normpass.benchmarks.bench:main", "time norms against eager and stock Inductor"),
-    "coverage": ("normpass.commands:coverage", "list every rule with its source and shapes"),
+    "coverage": ("normpass.commands:coverage", "count what is ported, list the rules"),
 }
 USAGE = "\n".join(
     [

@@ -150,24 +150,60 @@ def kernels(argv: Sequence[str]) -> int:
 
 
 def coverage(argv: Sequence[str]) -> int:
-    """`normpass coverage`: a table of every rule."""
-    import normpass
+    """`normpass coverage`: the rules against the functions of PyTorch that they are to replace."""
+    from normpass.decomps import coverage as ledger
+    from normpass.decomps.coverage.page import by_family, page
 
-    argparse.ArgumentParser("normpass coverage", description=coverage.__doc__).parse_args(argv)
+    parser = argparse.ArgumentParser("normpass coverage", description=coverage.__doc__)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--open", action="store_true", help="list what is not ported yet")
+    what.add_argument("--rules", action="store_true", help="list every rule")
+    what.add_argument("--page", metavar="OUT", type=Path, help="write the reference page of rules")
+    parser.add_argument(
+        "--family", metavar="NAME", help="list or count one family only, such as norm or linalg"
+    )
+    args = parser.parse_args(argv)
+
+    families = by_family()
+    entries = ledger.rows()
+    known = sorted({*families, *(entry.row.family for entry in entries)})
+    if args.family not in (None, *known):
+        parser.error(f"expected a family, one of {', '.join(known)}; got {args.family!r}")
+    if args.page:
+        args.page.parent.mkdir(parents=True, exist_ok=True)
+        args.page.write_text(page(), encoding="utf-8")
+        print(f"saved {args.page}")
+        return 0
+
+    entries = tuple(e for e in entries if args.family in (None, e.row.family))
+    rules = [r for name, some in families.items() if args.family in (None, name) for r in some]
+    if args.rules:
+        listed = [(rule.kind, rule.name, rule.shapes, rule.source) for rule in rules]
+        print_table(f"{len(rules)} rules", ("kind", "name", "shapes", "source"), listed)
+    elif args.open:
+        rows = [entry.row for entry in entries if entry.status == "open"]
+        cells = [(row.family, row.kind, row.name, row.signature) for row in rows]
+        print_table(f"{len(rows)} open", ("family", "kind", "name", "signature"), cells)
+    else:
+        print(ledger.table(entries))
+        print(f"\n{len(entries)} definitions in PyTorch's files, {len(rules)} rules")
+    return 0
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table as wide as the terminal, or 160 columns where there is none."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    rules = normpass.rules()
-    table = Table(title=f"{len(rules)} rules")
-    for heading in ("kind", "name", "shapes", "source"):
+    table = Table(title=title)
+    for heading in headings:
         table.add_column(heading, overflow="fold")
-    for rule in rules:
+    for row in rows:
         # Text, because shapes and names may hold brackets, which rich would take for its markup.
-        table.add_row(*(Text(cell) for cell in (rule.kind, rule.name, rule.shapes, rule.source)))
+        table.add_row(*map(Text, row))
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)
-    return 0
 
 
 def report_of(target: Target) -> Any:

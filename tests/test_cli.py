@@ -174,9 +174,54 @@ def test_kernels_of_a_model_without_norms(
     assert "nothing was fused" in capsys.readouterr().out
 
 
-def test_coverage_lists_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_coverage_counts_what_is_ported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coverage"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("ported", "open", "out of scope", "linalg", "total"))
+    assert f"303 definitions in PyTorch's files, {len(normpass.rules())} rules" in text
+
+
+def test_coverage_of_one_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--family", "norm"]) == 0
+    text = capsys.readouterr().out
+    assert "double-backward" in text
+    assert "linalg" not in text
+
+
+def test_an_unknown_family_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["coverage", "--family", "nrom"])
+    assert done.value.code == 2
+    assert "linalg, loss" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_coverage_lists_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--rules"]) == 0
     text = capsys.readouterr().out
     rules = normpass.rules()
     assert f"{len(rules)} rules" in text
-    assert all(rule.name.split(".")[1][:12] in text for rule in rules if rule.op is not None)
+    assert all(rule.name.removeprefix("aten.")[:12] in text for rule in rules)
+
+
+def test_coverage_lists_the_rules_of_a_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--rules", "--family", "norm"]) == 0
+    text = capsys.readouterr().out
+    assert "native_layer_norm" in text
+    assert "tanh" not in text
+
+
+def test_coverage_lists_what_is_open(capsys: pytest.CaptureFixture[str]) -> None:
+    from normpass.decomps.coverage import rows
+
+    assert main(["coverage", "--open"]) == 0
+    text = capsys.readouterr().out
+    names = [entry.row.name for entry in rows() if entry.status == "open"]
+    assert f"{len(names)} open" in text
+    assert all(name[:12] in text for name in names)
+
+
+def test_coverage_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "docs" / "rules.md"
+    assert main(["coverage", "--page", str(file)]) == 0
+    assert f"saved {file}" in capsys.readouterr().out
+    assert "### `layer_norm_double_backward`" in file.read_text()

@@ -277,6 +277,31 @@ def batch_norm_without_running_statistics(
     return batch_norm(info, in_dims, input, weight, bias, None, None, training, momentum, eps)
 
 
+@register_rule(
+    "batching",
+    aten._native_batch_norm_legit_no_training.default,
+    source=f"{RULES}: batch_norm_batch_rule",
+    shapes="input: v n c *s, weight: v c, bias: v c, running_mean: v c, running_var: v c "
+    "-> y: v n c *s, mean: 0, rstd: 0",
+    why="torch has no rule for this spelling, which its traces are made of",
+)
+def batch_norm_no_training(
+    info: Any,
+    in_dims: Sequence[Any],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> Outputs:
+    """See `batch_norm`, in evaluation mode."""
+    in_dims = (*in_dims[:5], None, *in_dims[5:])
+    rest = (running_mean, running_var, False, momentum, eps)
+    return batch_norm(info, in_dims, input, weight, bias, *rest)
+
+
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """x: v n c *s -> mean: v c, var: v c, and the size of (n, s)."""
     reduced = [axis for axis in range(1, x.dim()) if axis != 2]

@@ -2,6 +2,34 @@
 registers them.
 """
 
-from normpass.decomps.derivatives import norm_jvps, norms, pointwise, softmax, variances
+from normpass.decomps.derivatives import (
+    activations,
+    indexing,
+    linalg_factorizations,
+    linalg_products,
+    linalg_solves,
+    norm_jvps,
+    norms,
+    pointwise,
+    reductions,
+    scans,
+    softmax,
+    variances,
+    views,
+)
 
-__all__ = ["norm_jvps", "norms", "pointwise", "softmax", "variances"]
+__all__ = [
+    "activations",
+    "indexing",
+    "linalg_factorizations",
+    "linalg_products",
+    "linalg_solves",
+    "norm_jvps",
+    "norms",
+    "pointwise",
+    "reductions",
+    "scans",
+    "softmax",
+    "variances",
+    "views",
+]

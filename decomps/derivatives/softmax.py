@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from normpass.decomps.conventions import Result, promoted
+from normpass.decomps.axes import put_back, reduced
+from normpass.decomps.conventions import Result, like, promoted
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
@@ -29,3 +32,37 @@ def softmax_double_backward(grad: Tensor, grad_output: Tensor, dim: int, output:
     gy = (grad_output * output).sum(dim, keepdim=True)
     vy = (grad * output).sum(dim, keepdim=True)
     return grad_output * grad - grad * gy - grad_output * vy
+
+
+@formula(
+    "vjp",
+    "logsumexp_backward(Tensor? grad, Tensor self, Tensor result, int[1] dim, bool keepdim) "
+    "-> Tensor",
+    source=f"{MANUAL}: logsumexp_backward",
+    shapes="grad: *n, self: *n *d, result: *n -> dself: *n *d",
+    results=(Result(like("self"), None),),
+    zeros=("grad",),
+)
+def logsumexp_backward(
+    grad: Tensor, self: Tensor, result: Tensor, dim: Sequence[int], keepdim: bool
+) -> Tensor:
+    """y = log(sum_d(exp(x))):  dself = grad * conj(exp(x - y))"""
+    if not keepdim:
+        axes = reduced(self, dim)
+        grad, result = put_back(grad, axes), put_back(result, axes)
+    return grad * (self - result).exp().conj()
+
+
+@formula(
+    "jvp",
+    "logsumexp_jvp(Tensor self_p, Tensor? self_t, int[1] dim, bool keepdim) -> Tensor",
+    source=f"{MANUAL}: logsumexp_jvp",
+    shapes="self_p: *n *d, self_t: *n *d -> y_t: *n",
+    results=(Result(like("self_p"), None),),
+    zeros=("self_t",),
+)
+def logsumexp_jvp(self_p: Tensor, self_t: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
+    """y = log(sum_d(exp(x))):  y_t = sum_d(exp(x - y) * x_t)"""
+    axes = reduced(self_p, dim)
+    weights = (self_p - self_p.logsumexp(axes, keepdim=True)).exp()
+    return (weights * self_t).sum(axes, keepdim=keepdim)

@@ -31,8 +31,13 @@ BEYOND = {
 }
 # Always run: modules, whose weights are closed over. The functions go the same way: `make sweep`.
 ALWAYS = ("LayerNorm", "batch_norm", "BatchNorm1d_eval", "GroupNorm")
+# So does what fails: after it torch 2.13 traces other functions wrongly in the same process.
 CASES = [
-    pytest.param(norm, mix, marks=() if norm in ALWAYS else pytest.mark.sweep)
+    pytest.param(
+        norm,
+        mix,
+        marks=() if norm in ALWAYS and (norm, mix) not in BEYOND else pytest.mark.sweep,
+    )
     for norm in orders.NORMS
     for mix in orders.MIXES
 ]

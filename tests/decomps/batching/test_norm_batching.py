@@ -62,6 +62,11 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
         ("x", "c", "c", True, 0.3, 0.25),
         (1, 2),
     ),
+    "batch_norm_legit_no_training": (
+        aten._native_batch_norm_legit_no_training.default,
+        ("x", "c", "c", "c", "c+", 0.3, 0.25),
+        (1, 2),
+    ),
     "batch_norm_backward_train": (
         aten.native_batch_norm_backward.default,
         ("x", "x", "c", None, None, "c", "c+", True, 0.25, [True, True, True]),

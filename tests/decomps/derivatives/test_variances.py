@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import formula_modes
 import oracles
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from normpass.decomps.registry import decompositions, rules
+from normpass.decomps.registry import rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -298,49 +297,25 @@ by_sample = pytest.mark.parametrize(("tensors", "call"), SAMPLES.values(), ids=S
 
 @by_sample
 def test_a_formula_can_be_differentiated_in_every_mode(tensors: Any, call: Any) -> None:
-    """In all of its tensors, by finite differences: backward, forward, and batches of both."""
-    assert torch.autograd.gradcheck(
-        lambda *given: tuple(r + 0 * sum(v.sum() for v in given) for r in results(call(*given))),
-        [v.requires_grad_() for v in tensors(2)],
-        check_forward_ad=True,
-        check_batched_grad=True,
-        check_batched_forward_grad=True,
-        fast_mode=True,
-    )
+    formula_modes.check_derivatives(call, tensors)
 
 
 @by_sample
 def test_a_formula_under_vmap_is_a_loop(tensors: Any, call: Any) -> None:
-    a, b = tensors(2), tensors(2)
-    stacked = [torch.stack(pair, -1) for pair in zip(a, b, strict=True)]
-    found = torch.vmap(call, -1)(*stacked)
-    loop = map(results, (found, call(*a), call(*b)))
-    for f, *pair in zip(*loop, strict=True):
-        assert_close(f, torch.stack(pair), **TIGHT)
+    formula_modes.check_vmap(call, tensors, 2)
 
 
 @by_sample
 def test_a_trace_at_one_size_runs_at_another(tensors: Any, call: Any) -> None:
-    traced = make_fx(call, decompositions(), tracing_mode="symbolic")(*tensors(4))
-    assert not any("normpass" in str(node.target) for node in traced.graph.nodes)
-    for given in (tensors(4), tensors(7)):
-        assert_close(traced(*given), call(*given), **TIGHT)
+    formula_modes.check_trace(call, tensors, (4, 7))
 
 
 @by_sample
 def test_fake_tensors_say_what_comes_out(tensors: Any, call: Any) -> None:
-    given = tensors(3)
-    both = call(*given), call(*map(FakeTensorMode().from_tensor, given))
-    for real, fake in zip(*map(results, both), strict=True):
-        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+    formula_modes.check_fake(call, tensors(3))
 
 
 @by_sample
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_half_precision_is_rounded_once(tensors: Any, call: Any, dtype: torch.dtype) -> None:
-    half = [v.to(dtype) for v in tensors(3)]
-    both = call(*half), call(*(v.double() for v in half))
-    for found, expected in zip(*map(results, both), strict=True):
-        assert found.dtype == dtype
-        scale = max(expected.abs().max().item(), 1.0)
-        assert (found.double() - expected).abs().max().item() <= torch.finfo(dtype).eps * scale
+    formula_modes.check_half(call, tensors(3), dtype)

@@ -1,0 +1,196 @@
+"""Sums, products and vector norms."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.decomps.axes import put_back, reduced
+from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.derivatives.scans import products_before
+from normpass.decomps.neutral import ZERO
+from normpass.decomps.registry import formula
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
+
+_SELF = (Result(like("self"), None),)
+_OF_NORM = (Result(like("norm"), None),)
+_AT_ZERO = (
+    "zero, a subgradient, where the norm or an element is zero, and from there on: a norm with "
+    "p < 2 has no second derivative at an element that is zero"
+)
+
+
+@formula(
+    "vjp",
+    "sum_backward(Tensor? grad, SymInt[] sizes, int[1]? opt_dims, bool keepdim) -> Tensor",
+    source=f"{MANUAL}: sum_backward",
+    shapes="grad: *n -> dself: *n *d",
+    results=(Result(like("grad"), None),),
+    zeros=("grad",),
+    as_given=True,
+    why="a copy, where upstream returns a view of the gradient: an operator's result is its own",
+)
+def sum_backward(
+    grad: Tensor, sizes: Sequence[int], opt_dims: Sequence[int] | None, keepdim: bool
+) -> Tensor:
+    """y = sum_d(x):  dself = grad, repeated along d"""
+    if opt_dims and sizes and not keepdim:
+        grad = put_back(grad, [axis % len(sizes) for axis in opt_dims])
+    return grad if absent(grad) else grad.expand(sizes).clone()
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def _others(x: Tensor, dim: int) -> Tensor:
+    """The products of all elements but each one, without a division."""
+    return products_before(x, dim) * products_before(x.flip(dim), dim).flip(dim)
+
+
+@formula(
+    "vjp",
+    "prod_backward(Tensor? grad, Tensor input, Tensor result) -> Tensor",
+    source=f"{MANUAL}: prod_backward",
+    shapes="grad: , input: *d, result: -> dinput: *d",
+    results=(Result(like("input"), None),),
+    zeros=("grad",),
+    why="upstream divides the result where it finds no zero, which a trace cannot ask",
+)
+def prod_backward(grad: Tensor, input: Tensor, result: Tensor) -> Tensor:
+    """y = prod(x):  dinput_i = grad * conj(prod over j other than i of x_j)"""
+    return grad * _others(input.reshape(-1), 0).reshape(input.shape).conj()
+
+
+@formula(
+    "vjp",
+    "prod_backward.dim(Tensor? grad, Tensor input, Tensor result, int dim, bool keepdim) -> Tensor",
+    source=f"{MANUAL}: prod_backward",
+    shapes="grad: *n, input: *n d, result: *n -> dinput: *n d",
+    results=(Result(like("input"), None),),
+    zeros=("grad",),
+    why="upstream divides the result where it finds no zero, which a trace cannot ask",
+)
+def prod_backward_dim(
+    grad: Tensor, input: Tensor, result: Tensor, dim: int, keepdim: bool
+) -> Tensor:
+    """y = prod_d(x):  dinput_i = grad * conj(prod over j other than i of x_j)"""
+    if input.dim() == 0:
+        return prod_backward(grad, input, result)
+    if not keepdim:
+        grad = put_back(grad, [dim % input.dim()])
+    return grad * _others(input, dim).conj()
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def _slope(x: Tensor, norm: Tensor, p: float, axes: Sequence[int]) -> Tensor:
+    """norm = sum_d(|x|^p)^(1/p), with its axes:  dnorm / dx = sgn(x) * (|x| / norm)^(p - 1)
+
+    p = inf:  sgn(x) / count_d, at those of the elements, count_d in number, whose |x| is the norm
+    """
+    if p == 1:
+        return x.sgn()
+    if math.isinf(p):
+        size = x.abs()
+        extreme = (size == norm) | size.isnan()
+        return x.sgn() * (extreme / extreme.sum(list(axes), keepdim=True))
+    nothing = norm == 0
+    # Divided by one where it is zero: an infinity would come back as NaN with the next derivative.
+    norm = norm.masked_fill(nothing, 1)
+    if p == 2:
+        return (x / norm).masked_fill(nothing, 0)
+    # Where the norm is NaN, so is the slope at zero.
+    nothing = nothing | ((x == 0) & ~norm.isnan())
+    ratio = (x.abs() / norm).masked_fill(nothing, 1)
+    return x.sgn() * ratio.pow(p - 1).masked_fill(nothing, 0)
+
+
+@formula(
+    "vjp",
+    "norm_backward.dim(Tensor? grad, Tensor self, Scalar? p_, Tensor norm, int[1] dim, "
+    "bool keepdim) -> Tensor",
+    source=f"{MANUAL}: norm_backward",
+    shapes="grad: *n, self: *n *d, norm: *n -> dself: *n *d",
+    results=_SELF,
+    zeros=("grad",),
+    why=_AT_ZERO,
+)
+def norm_backward_dim(
+    grad: Tensor, self: Tensor, p_: float | None, norm: Tensor, dim: Sequence[int], keepdim: bool
+) -> Tensor:
+    """norm = sum_d(|x|^p)^(1/p):  dself = grad * sgn(x) * (|x| / norm)^(p - 1)
+
+    p = 0 counts what is not zero and has no gradient.
+    """
+    p = 2.0 if p_ is None else float(p_)
+    if p == 0:
+        return ZERO  # type: ignore[return-value]
+    axes = reduced(self, dim)
+    if not keepdim:
+        grad, norm = put_back(grad, axes), put_back(norm, axes)
+    return grad * _slope(self, norm, p, axes)
+
+
+@formula(
+    "vjp",
+    "norm_backward(Tensor? grad, Tensor self, Scalar? p_, Tensor norm) -> Tensor",
+    source=f"{MANUAL}: norm_backward",
+    shapes="grad: , self: *d, norm: -> dself: *d",
+    results=_SELF,
+    zeros=("grad",),
+    why=_AT_ZERO,
+)
+def norm_backward(grad: Tensor, self: Tensor, p_: float | None, norm: Tensor) -> Tensor:
+    """As above, over all axes: numbers broadcast as they are."""
+    return norm_backward_dim(grad, self, p_, norm, [], True)
+
+
+@formula(
+    "jvp",
+    "norm_jvp.dim(Tensor self_p, Tensor? self_t, Scalar? p_, Tensor norm, int[1] dim, "
+    "bool keepdim) -> Tensor",
+    source=f"{MANUAL}: norm_jvp",
+    shapes="self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n",
+    results=_OF_NORM,
+    zeros=("self_t",),
+    why=_AT_ZERO,
+)
+def norm_jvp_dim(
+    self_p: Tensor,
+    self_t: Tensor,
+    p_: float | None,
+    norm: Tensor,
+    dim: Sequence[int],
+    keepdim: bool,
+) -> Tensor:
+    """norm = sum_d(|x|^p)^(1/p):  norm_t = sum_d(Re(conj(x_t) * sgn(x)) * (|x| / norm)^(p - 1))"""
+    p = 2.0 if p_ is None else float(p_)
+    if p == 0:
+        return torch.zeros_like(norm)
+    axes = reduced(self_p, dim)
+    slope = _slope(self_p, norm if keepdim else put_back(norm, axes), p, axes)
+    # The result is real, as the norm is: the imaginary part is left out.
+    return (slope * self_t.conj()).sum(axes, keepdim=keepdim)
+
+
+@formula(
+    "jvp",
+    "norm_jvp(Tensor self_p, Tensor? self_t, Scalar? p_, Tensor norm) -> Tensor",
+    source=f"{MANUAL}: norm_jvp",
+    shapes="self_p: *d, self_t: *d, norm: -> norm_t: ",
+    results=_OF_NORM,
+    zeros=("self_t",),
+    why=_AT_ZERO,
+)
+def norm_jvp(self_p: Tensor, self_t: Tensor, p_: float | None, norm: Tensor) -> Tensor:
+    """As above, over all axes."""
+    return norm_jvp_dim(self_p, self_t, p_, norm, [], False)

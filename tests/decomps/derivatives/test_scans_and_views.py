@@ -1,0 +1,162 @@
+"""The derivatives of cumprod, of cat, split and indexing, against autograd's own."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+
+from normpass.decomps.registry import decompositions, derivative, rules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+rules()  # the operators exist once the rules are loaded
+ops = torch.ops.normpass
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+by_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.complex128], ids=["real", "complex"]
+)
+
+
+def cumulative(x: Tensor, dim: int) -> Tensor:
+    """cumprod by multiplications"""
+    if x.dim() == 0:
+        return x * 1
+    y, parts = torch.ones_like(x.sum(dim)), []
+    for part in x.unbind(dim):
+        y = y * part
+        parts.append(y)
+    return torch.stack(parts, dim)
+
+
+@by_dtype
+@pytest.mark.parametrize("zeros", [(), (1,), (0, 2), (1, 2, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(("shape", "dim"), [((4,), 0), ((2, 4), -1), ((4, 2), 0), ((), 0)], ids=str)
+def test_cumprod_backward_is_right_to_second_order(
+    shape: tuple[int, ...], dim: int, zeros: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """With zeros anywhere; of multiplications, and autograd's own."""
+    x = torch.randn(shape, dtype=dtype)
+    if shape:
+        x.index_fill_(dim, torch.tensor(zeros, dtype=torch.int64), 0)
+    x.requires_grad_()
+    y = cumulative(x, dim)
+    g, v = torch.randn_like(y).requires_grad_(), torch.randn_like(x)
+    first = torch.autograd.grad(y, x, g, create_graph=True)[0]
+    second = torch.autograd.grad(first, (x, g), v, allow_unused=True, materialize_grads=True)
+    found = ops.cumprod_backward(g, x, dim, y.detach())
+    assert_close(found, first, **TIGHT)
+    own = x.cumprod(dim)
+    assert_close(found, torch.autograd.grad(own, x, g)[0], **TIGHT)
+    assert_close(torch.autograd.grad(found, (x, g), v, materialize_grads=True), second, **TIGHT)
+    assert ops.cumprod_backward(None, x, dim, y) is None
+
+
+def test_the_graph_of_cumprod_backward_does_not_grow_with_the_size() -> None:
+    def nodes(n: int) -> int:
+        x = torch.randn(n)
+        call = lambda g, x: ops.cumprod_backward(g, x, 0, x)  # noqa: E731
+        return len(make_fx(call, decompositions())(x, x).graph.nodes)
+
+    assert nodes(5) == nodes(50) < 30
+
+
+def test_cumprod_backward_of_an_empty_row() -> None:
+    x = torch.ones(2, 0)
+    assert ops.cumprod_backward(x, x, 1, x).shape == x.shape
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+def cat_case(case: str, dtype: torch.dtype) -> tuple[list[Tensor], int]:
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    return {
+        "rows": ([normal(2, 3), normal(1, 3), normal(4, 3)], 0),
+        "columns": ([normal(2, 3), normal(2, 1)], -1),
+        "an empty tensor of one axis": ([normal(0), normal(2, 3), normal(0), normal(2, 1)], 1),
+        "empty rows": ([normal(0, 3), normal(2, 3)], -2),
+        "vectors": ([normal(3), normal(0), normal(2)], 0),
+        "one": ([normal(3, 2)], 0),
+        "real and complex": ([normal(2), normal(3, dtype=torch.complex128)], 0),
+    }[case]
+
+
+CASES = ["rows", "columns", "an empty tensor of one axis", "empty rows", "vectors", "one"]
+
+
+@by_dtype
+@pytest.mark.parametrize("case", [*CASES, "real and complex"])
+def test_cat_tensors_backward_is_autograds_own(case: str, dtype: torch.dtype) -> None:
+    tensors, dim = cat_case(case, dtype)
+    leaves = [v.requires_grad_() for v in tensors]
+    y = torch.cat(leaves, dim)
+    g = torch.randn_like(y)
+    sizes, dtypes = [list(v.shape) for v in leaves], [v.dtype for v in leaves]
+    found = ops.cat_tensors_backward(g, sizes, dtypes, dim)
+    expected = torch.autograd.grad(y, leaves, g)
+    assert_close(found, list(expected), rtol=0, atol=0)
+    for part in found:
+        assert part.untyped_storage().data_ptr() != g.untyped_storage().data_ptr()
+    assert derivative("cat_tensors_backward")(None, sizes, dtypes, dim) == [None] * len(leaves)
+
+
+@by_dtype
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("given", list(product([True, False], repeat=3)), ids=str)
+def test_split_with_sizes_backward_is_autograds_own(
+    given: tuple[bool, ...], dim: int, dtype: torch.dtype
+) -> None:
+    """With every choice of the gradients."""
+    x = torch.randn(6, 6, 6, dtype=dtype).requires_grad_()
+    sizes = [1, 3, 2]
+    parts = x.split_with_sizes(sizes, dim)
+    g = [torch.randn_like(v) if there else None for v, there in zip(parts, given, strict=True)]
+    rule = derivative("split_with_sizes_backward")
+    found = rule(g, sizes, dim, x.shape, dtype=dtype, device=x.device)
+    expected = torch.zeros_like(x)
+    if any(given):
+        ys, gs = zip(*((y, v) for y, v in zip(parts, g, strict=True) if v is not None), strict=True)
+        (expected,) = torch.autograd.grad(ys, x, gs)
+        op = ops.split_with_sizes_backward
+        assert torch.equal(op(g, sizes, dim, x.shape), expected), "the options are optional"
+        assert torch.equal(op(g, sizes, dim, x.shape, dtype=dtype, layout=x.layout), expected)
+    assert torch.equal(found, expected)
+
+
+MANY, TWO = torch.tensor([[0, 2], [2, -1]]), torch.tensor([1, 1])
+INDICES: dict[str, list[Any]] = {
+    "rows": [MANY],
+    "columns": [None, TWO],
+    "pairs": [MANY, TWO],
+    "not next to each other": [TWO, None, TWO],
+    "a mask": [torch.tensor([True, False, True])],
+    "a mask of two axes": [torch.eye(3, 4, dtype=torch.bool)],
+    "nothing": [torch.zeros(0, dtype=torch.int64)],
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("indices", INDICES.values(), ids=INDICES)
+def test_index_backward_is_autograds_own(indices: list[Any], dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4, 2, dtype=dtype).requires_grad_()
+    y = torch.ops.aten.index.Tensor(x, indices)
+    g = torch.randn_like(y)
+    zeros = torch.zeros_like(x).detach()
+    found = ops.index_backward(zeros, indices, g)
+    assert_close(found, torch.autograd.grad(y, x, g)[0], **TIGHT)
+    assert not zeros.any()
+    assert ops.index_backward(zeros, indices, None) is None
+
+
+def test_halves_of_one_place_are_summed_in_float32() -> None:
+    zeros, g = torch.zeros(2).bfloat16(), torch.full((1000,), 1.0).bfloat16()
+    found = ops.index_backward(zeros, [torch.zeros(1000, dtype=torch.int64)], g)
+    assert torch.equal(found, torch.tensor([1000.0, 0.0]).bfloat16())
