@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided  # type:
 from torch._C._dynamo.guards import assert_size_stride
 
 from normpass.backend import toolchain
+from normpass.backend.caches import private_cache
 from normpass.backend.codegen import cpp
 from normpass.backend.plan import make_plan
 from normpass.backend.reference import evaluate
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Where the operating system does not tell the last cache's size, this is assumed.
-USUAL_CACHE = 32 * 1024 * 1024
 # Below this many elements a second worker costs more than it brings.
 ELEMENTS_PER_WORKER = 16 * 1024
 
@@ -123,12 +121,15 @@ class Kernel:
         outputs = tuple(layout(output.buffer) for output in region.outputs)
         elements = product(extents[axis.name] for axis in region.axes)
         traffic = sum(product(t.shape) * t.dtype.itemsize for t in (*inputs, *outputs))
+        workers = max(1, elements // ELEMENTS_PER_WORKER)
         return _Launch(
             inputs,
             outputs,
             (ctypes.c_int64 * max(len(sizes), 1))(*sizes),
-            max(1, elements // ELEMENTS_PER_WORKER),
-            traffic > last_cache(),
+            workers,
+            # What the workers' own caches cannot keep is written around them: filling a line that
+            # is about to be overwritten costs more than its next reader saves, from the last level.
+            traffic > min(torch.get_num_threads(), workers) * private_cache(),
         )
 
     def _relaid_out(self, inputs: Sequence[Tensor], planned: Sequence[_Layout]) -> list[Tensor]:
@@ -174,16 +175,6 @@ def _relayout(tensor: Tensor, want: _Layout) -> Tensor:
             tensor = tensor.narrow(dim, 0, 1)
     laid_out = torch.empty_strided(tensor.shape, want.strides, dtype=want.dtype)
     return laid_out.copy_(tensor).expand(want.shape)
-
-
-@cache
-def last_cache() -> int:
-    """Bytes that the last cache holds, as Linux tells it."""
-    try:
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
-        return int(text.removesuffix("K")) * 1024
-    except (OSError, ValueError):
-        return USUAL_CACHE
 
 
 @lru_cache(maxsize=4096)

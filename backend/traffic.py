@@ -15,33 +15,17 @@ does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sympy
-import torch
 
+from normpass.backend.caches import Caches, caches_of
 from normpass.backend.plan import make_plan
 from normpass.backend.tree import CPU, GPU, Access, Load, Loop, Node, Store
 from normpass.passes.region import parse, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-# Where nobody tells: a second-level cache of a core, a last-level cache, a multiprocessor's memory.
-USUAL_PRIVATE = 1024 * 1024
-USUAL_LAST = 32 * 1024 * 1024
-MULTIPROCESSOR = 228 * 1024
-
-
-@dataclass(frozen=True)
-class Caches:
-    """Bytes that stay within reach: of one worker inside the parallel loop, and of all together."""
-
-    worker: int
-    shared: int
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -142,27 +126,3 @@ def _leaves(nodes: Sequence[Node], kind: type[Load | Store]) -> Iterator[Load | 
             yield from _leaves(node.body, kind)
         elif isinstance(node, kind):
             yield node
-
-
-@cache
-def caches_of(device: str) -> Caches:
-    """What this machine has: on a CPU the larger of a core's second level and its share of the
-    last one.
-    """
-    if device == "cuda":
-        card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-        shared = getattr(card, "L2_cache_size", USUAL_LAST)
-        return Caches(
-            max(MULTIPROCESSOR, shared // getattr(card, "multi_processor_count", 1 << 30)), shared
-        )
-    last = _level(3, USUAL_LAST)
-    return Caches(max(_level(2, USUAL_PRIVATE), last // torch.get_num_threads()), last)
-
-
-def _level(level: int, usual: int) -> int:
-    """A cache's size in bytes, as Linux tells it."""
-    try:
-        text = Path(f"/sys/devices/system/cpu/cpu0/cache/index{level}/size").read_text().strip()
-        return int(text.removesuffix("K")) * 1024
-    except (OSError, ValueError):
-        return usual

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from normpass.backend.traffic import Caches, Traffic, caches_of, traffic
+from normpass.backend.caches import Caches, caches_of
+from normpass.backend.traffic import Traffic, traffic
 
 ROWS, ROW = 32, 64
 LAYER_NORM_BACKWARD = """
