@@ -2,7 +2,9 @@
 
 What is changed, and put back by `unregister`, in the order of its use by torch.compile:
 
-    dispatch.py         what norms are for autograd while something is traced, for every backend
+    dispatch.py         what norms are for autograd and vmap while something is traced, for every
+                        backend
+    eager.py            the same in eager mode, for register(eager=True) alone
     inductor_state.py   Inductor's decompositions, and our pass after those of other libraries
 
 Torch is imported only when something is registered.
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from normpass.decomps.dispatch import TracingRules
+    from normpass.decomps.eager import EagerRules
     from normpass.decomps.inductor_state import GraphPass
 
 RUNNING_STATS = ("error",)
@@ -33,6 +36,7 @@ class _Holder:
     """Somebody who wants the rules installed: a call of register, or an open with-block."""
 
     graph_pass: GraphPass | None
+    eager: bool
 
 
 @dataclass
@@ -43,24 +47,34 @@ class _State:
     installed: _Installed | None = None
 
     @property
+    def holders(self) -> list[_Holder]:
+        """In the order in which they came."""
+        return [*([self.explicit] if self.explicit else []), *self.blocks]
+
+    @property
     def wanted_pass(self) -> GraphPass | None:
         """The pass of whoever came last and brought one."""
-        holders = [*([self.explicit] if self.explicit else []), *self.blocks]
-        return next((h.graph_pass for h in reversed(holders) if h.graph_pass), None)
+        return next((h.graph_pass for h in reversed(self.holders) if h.graph_pass), None)
 
     def sync(self) -> None:
         """Installs or uninstalls so that torch's state is what the holders want."""
-        wanted = self.explicit is not None or bool(self.blocks)
-        if wanted and self.installed is None:
-            try:
+        try:
+            if self.holders and self.installed is None:
                 self.installed = _Installed.install()
-            except BaseException:
-                self.explicit = None
-                self.blocks.clear()
-                raise
-        if self.installed is not None:
+            if self.installed is not None:
+                self.installed.in_eager_mode(any(holder.eager for holder in self.holders))
+        except BaseException:
+            self.explicit = None
+            self.blocks.clear()
+            self._uninstall()
+            raise
+        if not self.holders:
+            self._uninstall()
+        elif self.installed is not None:
             self.installed.place.graph_pass = self.wanted_pass
-        if not wanted and self.installed is not None:
+
+    def _uninstall(self) -> None:
+        if self.installed is not None:
             self.installed.uninstall()
             self.installed = None
 
@@ -71,19 +85,24 @@ def register(
     running_stats: str = "error",
     post_grad_pass: GraphPass | None = None,
 ) -> None:
-    """Installs the rules in this process, for torch.compile(backend="inductor").
+    """Installs the rules in this process, for all that is compiled from then on.
+
+    eager: eager mode gets them too: norms' derivatives of any order and mix, and batching rules.
+    An eager call of a norm then goes through Python, which takes some microseconds.
 
     post_grad_pass is called with the fx.Graph of each forward and backward after decomposition;
     give it a `uuid()` (torch._inductor.custom_graph_pass.CustomGraphPass), or Inductor's caches
-    are bypassed. Registering again is harmless; a pass that is given then replaces the first.
+    are bypassed. Registering again is harmless: a pass that is given then replaces the first, and
+    eager=True adds to what is there.
 
-    Raises NotImplementedError for eager=True, and ValueError for an unknown running_stats.
+    Raises ValueError for an unknown running_stats.
     """
-    _check(eager, running_stats)
+    _check(running_stats)
     with _STATE.lock:
         if _STATE.explicit is None:
-            _STATE.explicit = _Holder(post_grad_pass)
-        elif post_grad_pass is not None:
+            _STATE.explicit = _Holder(None, eager=False)
+        _STATE.explicit.eager |= eager
+        if post_grad_pass is not None:
             _STATE.explicit.graph_pass = post_grad_pass
         _STATE.sync()
 
@@ -107,8 +126,8 @@ def registered(
 
     Blocks may overlap in several threads: the last one to end puts torch's state back.
     """
-    _check(eager, running_stats)
-    block = _Holder(post_grad_pass)
+    _check(running_stats)
+    block = _Holder(post_grad_pass, eager)
     with _STATE.lock:
         _STATE.blocks.append(block)
         _STATE.sync()
@@ -127,12 +146,7 @@ def is_registered() -> bool:
         return _STATE.installed is not None
 
 
-def _check(eager: bool, running_stats: str) -> None:
-    if eager:
-        raise NotImplementedError(
-            "register(eager=True) is not there yet: decompositions and the fusion pass for "
-            "torch.compile are, the autograd and batching kernels for eager mode are not"
-        )
+def _check(running_stats: str) -> None:
     if running_stats not in RUNNING_STATS:
         raise ValueError(
             f"running_stats: expected one of {', '.join(map(repr, RUNNING_STATS))}; "
@@ -148,15 +162,16 @@ class _Installed:
     place: Place
     passes: PassPatch
     rules: TracingRules
+    eager: EagerRules | None = None
 
     @classmethod
     def install(cls) -> _Installed:
         from normpass.decomps.dispatch import TracingRules
-        from normpass.decomps.registry import batch_rules, compositions, decompositions
+        from normpass.decomps.registry import decompositions
 
         place = Place()
         with contextlib.ExitStack() as undo:
-            rules = TracingRules.apply(compositions(), batch_rules())
+            rules = TracingRules.apply()
             undo.callback(rules.revert)
             # The configuration first: it is what another version of torch may not have.
             passes = PassPatch.apply(place)
@@ -165,7 +180,18 @@ class _Installed:
             undo.pop_all()
         return cls(tables, place, passes, rules)
 
+    def in_eager_mode(self, wanted: bool) -> None:
+        """Puts the rules of eager mode in, or takes them out."""
+        if wanted and self.eager is None:
+            from normpass.decomps.eager import EagerRules
+
+            self.eager = EagerRules.apply()
+        elif self.eager is not None and not wanted:
+            self.eager.revert()
+            self.eager = None
+
     def uninstall(self) -> None:
+        self.in_eager_mode(False)
         self.rules.revert()
         self.place.active = False
         self.passes.revert()

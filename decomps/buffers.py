@@ -2,19 +2,16 @@
 
 torch.func refuses copy_ into a tensor that a level of grad or jvp does not know, a captured buffer,
 but lets batch norm's kernel update it. A rule made of plain operators is treated like copy_: so the
-update is made below the levels for which the buffer is a constant.
-
-The interpreter stack of torch.func is private; the names used here are those of torch 2.13.
+update is made below all levels.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C import _functorch
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+from normpass.decomps.levels import below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,17 +31,6 @@ def assign(buffer: Tensor, value: Tensor, refusal: str) -> None:
 
     Raises RuntimeError(refusal) where a level of vmap has batched the value and not the buffer.
     """
-    with contextlib.ExitStack() as levels:
-        while _functorch.peek_interpreter_stack() is not None:
-            interpreter = retrieve_current_functorch_interpreter()
-            level = interpreter.level()
-            if _functorch.maybe_get_level(buffer) == level:
-                break
-            if _functorch.maybe_get_level(value) == level:
-                if _functorch.is_batchedtensor(value):
-                    raise RuntimeError(refusal)
-                value = _functorch.get_unwrapped(value)
-            levels.enter_context(interpreter.lower())
-        # Below autograd: in forward mode even a detached value has a tangent.
-        levels.enter_context(torch._C._AutoDispatchBelowAutograd())
-        buffer.copy_(value)
+    # Below autograd too: in forward mode even a detached value has a tangent.
+    with below(buffer, value, refusal) as (to, plain), torch._C._AutoDispatchBelowAutograd():
+        to.copy_(plain)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from normpass.decomps.levels import is_wrapped
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -43,6 +45,4 @@ def is_differentiated(args: tuple[Any, ...]) -> bool:
     tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors) or (
-        torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch.autograd.forward_ad._current_level >= 0 or any(map(is_wrapped, tensors))

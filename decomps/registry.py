@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from normpass.decomps.conventions import Result
 
-Kind = Literal["decomposition", "autograd", "batching", "vjp", "double_backward", "jvp"]
+Kind = Literal[
+    "decomposition", "autograd", "batching", "zero_tensor", "vjp", "double_backward", "jvp"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DERIVATIVES: tuple[Kind, ...] = ("vjp", "double_backward", "jvp")
 
@@ -93,7 +95,12 @@ class UnknownRule(KeyError):
 _RULES: dict[tuple[Kind, OpOverload | str], Rule] = {}
 
 # The packages whose import registers rules.
-_ROOMS = ("normpass.decomps.norms", "normpass.decomps.derivatives", "normpass.decomps.batching")
+_ROOMS = (
+    "normpass.decomps.norms",
+    "normpass.decomps.derivatives",
+    "normpass.decomps.batching",
+    "normpass.decomps.zero_tensors",
+)
 
 
 def _add(rule: Rule) -> None:
@@ -144,7 +151,7 @@ def decomposition(
 
     `op` may be a string such as "aten.batch_norm_backward.default" where some supported version of
     torch lacks the operator: there the rule does not exist. autograd: the formula is what the
-    operator is for autograd too, at higher orders (`compositions`).
+    operator is for autograd too, at higher orders (decomps/kernels.py).
     """
 
     def decorate(formula: F) -> F:
@@ -242,24 +249,9 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     }
 
 
-def compositions() -> dict[OpOverload, Callable[..., Any]]:
-    """Operators and what they are for autograd where derivatives are asked for that their own
-    formulas do not give: compositions of primitives (decomps/dispatch.py).
-    """
-    return {
-        rule.op: rule.function
-        for rule in rules()
-        if rule.kind == "autograd" and rule.op is not None
-    }
-
-
-def batch_rules() -> dict[OpOverload, Callable[..., Any]]:
-    """Operators and their batching rules, f(info, in_dims, *args) -> (outs, out_dims)."""
-    return {
-        rule.op: rule.function
-        for rule in rules()
-        if rule.kind == "batching" and rule.op is not None
-    }
+def by_op(kind: Kind) -> dict[OpOverload, Callable[..., Any]]:
+    """Operators and their rules of one kind."""
+    return {rule.op: rule.function for rule in rules() if rule.kind == kind and rule.op is not None}
 
 
 def batch_rule(op: OpOverload | OpOverloadPacket) -> Rule:

@@ -257,14 +257,6 @@ def test_a_torch_that_cannot_be_changed_stays_unchanged(
         assert len(passes()) == 1, "a failed attempt is not in the way of the next"
 
 
-def test_eager_is_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match="autograd and batching kernels for eager"):
-        register(eager=True)
-    with pytest.raises(NotImplementedError, match="eager=True"), registered(eager=True):
-        pass
-    assert not is_registered()
-
-
 def test_running_stats() -> None:
     with pytest.raises(ValueError, match="expected one of 'error'; found 'update'"):
         register(running_stats="update")

@@ -1,0 +1,174 @@
+"""What the norms' backward operators are for autograd, so that a third derivative is right.
+
+torch differentiates them by layer_norm_double_backward and batchnorm_double_backward, in which the
+saved statistics are constants; here they are the functions of the input that they were.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.decomps.axes import all_but, outer_and_inner
+from normpass.decomps.conventions import working
+from normpass.decomps.registry import derivative, find_op, register_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    Grads = Sequence[Tensor | None]
+    Mask = Sequence[bool]
+    Rule = Callable[..., dict[str, Tensor | None]]
+
+SOURCE = "tools/autograd/derivatives.yaml"
+ALL = (True, True, True)
+
+
+def statistics(x: Tensor, rstd: Tensor, reduced: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """mean = mean_d(x) and rstd = (mean_d((x - mean)^2) + eps)^(-1/2), with x's derivatives.
+
+    A backward operator is not told eps; rstd^-2 - var is that constant, and added to var it gives
+    rstd^-2 again without loss.
+    """
+    x = x.to(working(x.dtype))
+    var, mean = torch.var_mean(x, list(reduced), correction=0, keepdim=True)
+    eps = (rstd.to(x.dtype).view(var.shape).pow(-2) - var).detach()
+    return mean, torch.rsqrt(var + eps)
+
+
+def _rule(op: str, shapes: str) -> Callable[[Rule], Rule]:
+    """Enters f(grads, *args) -> gradients of the operator's arguments, by name."""
+    found = find_op(op)
+    if found is None:
+        return lambda function: function
+    return register_rule("double_backward", found, source=SOURCE, shapes=shapes)
+
+
+@_rule(
+    "aten.native_layer_norm_backward.default",
+    "grad_out: *n *d, input: *n *d, mean: *n 1, rstd: *n 1, weight: *d, bias: *d "
+    "-> dgrad_out: *n *d, dinput: *n *d, dweight: *d",
+)
+def layer_norm(
+    grads: Grads,
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Mask,
+) -> dict[str, Tensor | None]:
+    """See layer_norm_double_backward."""
+    _, inner = outer_and_inner(input, normalized_shape)
+    formula = derivative("layer_norm_double_backward")
+    dx, dweight, dgrad = formula(
+        input, weight, *grads, grad_out, *statistics(input, rstd, inner), normalized_shape, ALL
+    )
+    return {"grad_out": dgrad, "input": dx, "weight": dweight}
+
+
+@_rule(
+    "aten.native_batch_norm_backward.default",
+    "grad_out: n c *s, input: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
+    "save_invstd: c -> dgrad_out: n c *s, dinput: n c *s, dweight: c",
+)
+def batch_norm(
+    grads: Grads,
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Mask,
+) -> dict[str, Tensor | None]:
+    """See batchnorm_double_backward."""
+    if train and save_invstd is not None:
+        rank = input.dim()
+        stats = statistics(input, save_invstd.view(-1, *(1,) * (rank - 2)), all_but(input, 1))
+        save_mean, save_invstd = (value.flatten() for value in stats)
+    formula = derivative("batchnorm_double_backward")
+    running = (running_mean, running_var)
+    dx, dweight, dgrad = formula(
+        input, weight, *grads, grad_out, *running, train, eps, save_mean, save_invstd, ALL
+    )
+    return {"grad_out": dgrad, "input": dx, "weight": dweight}
+
+
+@_rule(
+    "aten.cudnn_batch_norm_backward.default",
+    "input: n c *s, grad_output: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
+    "save_var: c, reserveSpace: r -> dgrad_output: n c *s, dinput: n c *s, dweight: c",
+)
+def cudnn_batch_norm(
+    grads: Grads,
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,
+    epsilon: float,
+    reserveSpace: Tensor,
+) -> dict[str, Tensor | None]:
+    """See batchnorm_double_backward; save_var is the inverse of the standard deviation."""
+    given = (running_mean, running_var, save_mean, save_var, epsilon)
+    return miopen_batch_norm(grads, input, grad_output, weight, *given)
+
+
+@_rule(
+    "aten.miopen_batch_norm_backward.default",
+    "input: n c *s, grad_output: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
+    "save_var: c -> dgrad_output: n c *s, dinput: n c *s, dweight: c",
+)
+def miopen_batch_norm(
+    grads: Grads,
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,
+    epsilon: float,
+) -> dict[str, Tensor | None]:
+    """See batchnorm_double_backward; save_var is the inverse of the standard deviation."""
+    saved = (save_mean, save_var, True, epsilon, ALL)
+    found = batch_norm(grads, grad_output, input, weight, running_mean, running_var, *saved)
+    found["grad_output"] = found.pop("grad_out")
+    return found
+
+
+@_rule(
+    "aten.batch_norm_backward.default",
+    "grad_out: n c *s, input: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
+    "save_var: c, reserve: r -> dgrad_out: n c *s, dinput: n c *s, dweight: c",
+)
+def batch_norm_with_update(
+    grads: Grads,
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,
+    update: bool,
+    eps: float,
+    output_mask: Mask,
+    reserve: Tensor,
+) -> dict[str, Tensor | None]:
+    """See batchnorm_double_backward; save_var is the inverse of the standard deviation."""
+    running = (running_mean, running_var)
+    return batch_norm(
+        grads, grad_out, input, weight, *running, save_mean, save_var, update, eps, output_mask
+    )

@@ -1,0 +1,130 @@
+"""Rules that hold in eager mode: torch.library's kernels before torch's own, put in and taken out.
+
+Three kinds of entries, for register(eager=True):
+
+    Autograd           A norm's forward: the operator itself, or under forward mode and from the
+                       second level of torch.func.grad on a composition of primitives.
+    Autograd           A norm's backward, where a graph of it is kept (create_graph): the operator
+                       itself, whose derivative is ours. So a second order costs what it did, and a
+                       third is right.
+    FuncTorchBatched   Operators with a batching rule of ours, instead of functorch's.
+
+An entry stands before torch's kernel for every device. That kernel is asked for first and called
+from ours, through `torch.library.get_kernel` (from torch 2.10 on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normpass.decomps.kernels import batched, positional
+from normpass.decomps.levels import in_transform, needs_composition
+from normpass.decomps.registry import by_op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch._ops import OpOverload
+
+    Function = Callable[..., Any]
+
+
+@dataclass
+class EagerRules:
+    """The rules of one installation."""
+
+    library: torch.library.Library
+
+    @classmethod
+    def apply(cls) -> EagerRules:
+        library = torch.library.Library("aten", "IMPL")
+        rules = cls(library)
+        try:
+            with _quiet():
+                for op, composition in by_op("autograd").items():
+                    library.impl(op, _forward(op, composition), "Autograd", with_keyset=True)
+                for op, rule in by_op("double_backward").items():
+                    if op.namespace == "aten":  # not the formulas, which are operators of ours
+                        library.impl(op, _backward(op, rule), "Autograd", with_keyset=True)
+                for op, rule in by_op("batching").items():
+                    library.impl(op, batched(op, rule), "FuncTorchBatched")
+        except BaseException:
+            rules.revert()
+            raise
+        return rules
+
+    def revert(self) -> None:
+        self.library._destroy()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns once a process of kernels that replace others: here that is the purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        yield
+
+
+def _own(op: OpOverload) -> Function:
+    # Autograd's kernels are generated once for all devices.
+    return torch.library.get_kernel(op, "AutogradCPU").call_boxed
+
+
+def _forward(op: OpOverload, composition: Function) -> Function:
+    own = _own(op)
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if needs_composition():
+            return composition(*args, **kwargs)
+        return own(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _backward(op: OpOverload, rule: Function) -> Function:
+    own = _own(op)
+    node = _differentiated(op, rule)
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or in_transform() or not _requires_grad(args, kwargs):
+            return own(keyset, *args, **kwargs)
+        return node.apply(functools.partial(own, keyset), *positional(op, args, kwargs))
+
+    return kernel
+
+
+def _requires_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    values = (*args, *kwargs.values())
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _differentiated(op: OpOverload, rule: Function) -> Any:
+    """An autograd.Function: `own` forward, and a rule f(grads, *args) for the way back, whose own
+    derivatives autograd finds in its primitives.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+
+    class Differentiated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, own: Function, *args: Any) -> Any:
+            tensors = [value if isinstance(value, torch.Tensor) else None for value in args]
+            ctx.rest = [None if isinstance(value, torch.Tensor) else value for value in args]
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+            return own(*args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            saved = zip(ctx.saved_tensors, ctx.rest, strict=True)
+            args = [rest if tensor is None else tensor for tensor, rest in saved]
+            found = rule(grads, *args)
+            return None, *(found.get(name) for name in names)
+
+    Differentiated.__name__ = Differentiated.__qualname__ = f"{op._schema.name} with a derivative"
+    return Differentiated

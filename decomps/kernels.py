@@ -1,0 +1,58 @@
+"""Rules as the dispatcher calls them: what stands at an operator's dispatch key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from normpass.decomps.levels import BatchLevel, needs_composition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._ops import OpOverload
+
+    Function = Callable[..., Any]
+
+
+def derived(composition: Function, own: Function) -> Function:
+    """A kernel for Autograd: `own`, or where its derivatives would not be right the composition."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return (composition if needs_composition() else own)(*args, **kwargs)
+
+    return kernel
+
+
+def batched(op: OpOverload, rule: Function) -> Function:
+    """A kernel for FuncTorchBatched from a batching rule f(info, in_dims, *args).
+
+    Tensors of the current level of vmap are unwrapped and results wrapped again. The body runs with
+    this key excluded, not below the level: so autograd and outer levels still see what it does.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        level = BatchLevel()
+        values, spec = tree_flatten(positional(op, args, kwargs))
+        pairs = [level.unwrap(value) for value in values]
+        plain = tree_unflatten([value for value, _ in pairs], spec)
+        in_dims = tree_unflatten([dim for _, dim in pairs], spec)
+        excluded = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            outs, out_dims = rule(level.info, in_dims, *plain)
+        wrapped = tuple(
+            out if dim is None else level.wrap(out, dim)
+            for out, dim in zip(outs, out_dims, strict=True)
+        )
+        return wrapped if len(op._schema.returns) > 1 else wrapped[0]
+
+    return kernel
+
+
+def positional(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of a call in the schema's order; those that are left out are the defaults."""
+    rest = op._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(a.name, a.default_value) for a in rest)]

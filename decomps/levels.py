@@ -1,0 +1,95 @@
+"""The levels of torch.func's transforms, and of forward mode: what rules have to know of them.
+
+The one module of ours that touches functorch's interpreter stack, which is private. Its names are
+those of torch 2.11, 2.13 and 2.15 (2.13 was run).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _functorch
+from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+
+def needs_composition() -> bool:
+    """Whether derivatives are asked for that an operator's own formulas need not give: any in
+    forward mode, and those of more than one level.
+    """
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    if not in_transform():
+        return False
+    kinds = [i.key() for i in _functorch.get_interpreter_stack() or ()]
+    transforms = _functorch.TransformType
+    return transforms.Jvp in kinds or kinds.count(transforms.Grad) > 1
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is active."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_wrapped(value: Tensor) -> bool:
+    """Whether a level of grad, jvp or vmap wraps this tensor."""
+    return _functorch.is_functorch_wrapped_tensor(value)
+
+
+class BatchLevel:
+    """The innermost level, which is one of vmap."""
+
+    def __init__(self) -> None:
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        self.number: int = interpreter.level()
+        self.info = VmapInfo(
+            batch_size=interpreter.batch_size(), randomness=interpreter.randomness()
+        )
+
+    def unwrap(self, value: Any) -> tuple[Any, int | None]:
+        """A value below this level, and its batch dimension there."""
+        if isinstance(value, torch.Tensor) and _functorch.is_batchedtensor(value):
+            return _unwrapped(value, self.number)
+        return value, None
+
+    def wrap(self, value: Tensor, dim: int) -> Tensor:
+        return _functorch._add_batch_dim(value, dim, self.number)
+
+
+def _unwrapped(value: Tensor, level: int) -> tuple[Tensor, int | None]:
+    """A tensor below a level, and its batch dimension there if the level is one of vmap."""
+    if _functorch.maybe_get_level(value) != level:
+        return value, None
+    dim = _functorch.maybe_get_bdim(value) if _functorch.is_batchedtensor(value) else None
+    return _functorch.get_unwrapped(value), dim
+
+
+@contextlib.contextmanager
+def below(target: Tensor, value: Tensor, refusal: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """A block below all levels, with the two tensors as they are there: batch axes first, in the
+    same order in both, of size one where the value has none.
+
+    Raises RuntimeError(refusal) where a level of vmap has batched the value and not the target.
+    """
+    transforms = _functorch.TransformType
+    with contextlib.ExitStack() as levels:
+        while in_transform():
+            interpreter = retrieve_current_functorch_interpreter()
+            if interpreter.key() not in (transforms.Grad, transforms.Jvp, transforms.Vmap):
+                break
+            level = interpreter.level()
+            (target, front), (value, dim) = _unwrapped(target, level), _unwrapped(value, level)
+            if front is None and dim is not None:
+                raise RuntimeError(refusal)
+            levels.enter_context(interpreter.lower())
+            if front is not None:
+                target = target.movedim(front, 0)
+                value = value.unsqueeze(0) if dim is None else value.movedim(dim, 0)
+        yield target, value

@@ -1,0 +1,129 @@
+"""Operators on tangents that are zero and have no memory, while something is traced.
+
+Where an operator's forward derivative meets an argument that has no tangent, torch puts a tensor
+there that knows that it is zero (aten._efficientzerotensor). The few operators below have C++
+kernels for it, at a dispatch key that comes before the fake tensors of a trace; and those kernels
+compute on the meta device. So a trace gets meta tensors, or tangents that are laid out like an
+expanded zero and cannot be written: "expected device cpu but got meta" and "more than one element
+of the written-to tensor refers to a single memory location". With a second level of derivatives
+any product of the kind (x.sum() * v).sum() fails so, in torch 2.13. Here they are written with what
+fake tensors see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey
+
+from normpass.decomps.registry import find_op, register_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+BINARY = "aten/src/ATen/native/BinaryOps.cpp"
+SAME_SIZE = "self: *s, other: *s -> result: *s"
+
+
+def _rule(op: str, source: str, shapes: str) -> Callable[..., Any]:
+    return register_rule("zero_tensor", find_op(op), source=source, shapes=shapes)
+
+
+def _zero(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    zero: Tensor = aten._efficientzerotensor(shape, dtype=dtype, device=like.device)
+    return zero
+
+
+def _on(self: Tensor, other: Tensor) -> Tensor:
+    """The operand that says on which device the result lies: a CPU scalar does not."""
+    return other if self.device.type == "cpu" else self
+
+
+@_rule("aten.mul.Tensor", f"{BINARY}: mul_zerotensor", SAME_SIZE)
+def mul(self: Tensor, other: Tensor) -> Tensor:
+    """0 * other = self * 0 = 0"""
+    shape = torch.broadcast_shapes(self.shape, other.shape)
+    return _zero(_on(self, other), shape, torch.result_type(self, other))
+
+
+@_rule("aten.add.Tensor", f"{BINARY}: add_zerotensor", SAME_SIZE)
+def add(self: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
+    """self + alpha * other, of which the one that is not zero is copied"""
+    shape = torch.broadcast_shapes(self.shape, other.shape)
+    dtype = torch.result_type(self, other)
+    if not self._is_zerotensor():
+        value = self
+    elif other._is_zerotensor():
+        return _zero(_on(self, other), shape, dtype)
+    else:
+        value = other if alpha == 1 else other * alpha
+    copied: Tensor = aten._to_copy(value.expand(shape), dtype=dtype, device=_on(self, other).device)
+    return copied
+
+
+@_rule("aten.sub.Tensor", f"{BINARY}: sub_zerotensor", SAME_SIZE)
+def sub(self: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
+    """self - alpha * other"""
+    return add(self, other, alpha=-alpha)
+
+
+@_rule("aten.div.Tensor", f"{BINARY}: div_zerotensor", SAME_SIZE)
+def div(self: Tensor, other: Tensor) -> Tensor:
+    """0 / other = 0; self / 0 is infinite, and 0 / 0 not a number"""
+    shape = torch.broadcast_shapes(self.shape, other.shape)
+    dtype = torch.result_type(self, other)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        dtype = torch.get_default_dtype()
+    if not other._is_zerotensor():
+        return _zero(_on(self, other), shape, dtype)
+    device = _on(self, other).device
+    if self._is_zerotensor():
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    return self / torch.zeros(shape, dtype=dtype, device=device)
+
+
+@_rule(
+    "aten.linalg_cross.default",
+    "aten/src/ATen/native/Cross.cpp: linalg_cross_zerotensor",
+    SAME_SIZE,
+)
+def linalg_cross(self: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
+    """0 x other = self x 0 = 0"""
+    return mul(self, other)
+
+
+def _viewed(op: Any) -> Callable[..., Tensor]:
+    """A view of a zero is a zero: the kernels that fake tensors have say so, as for other views."""
+
+    def view(*args: Any, **kwargs: Any) -> Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(DispatchKey.ZeroTensor)):
+            viewed: Tensor = op(*args, **kwargs)
+        return viewed
+
+    return view
+
+
+for _name in ("view", "_reshape_alias", "as_strided"):
+    _rule(
+        f"aten.{_name}.default",
+        "aten/src/ATen/native/TensorShape.cpp: " + _name,
+        "self: *s -> result: *size",
+    )(_viewed(getattr(aten, _name).default))
+
+
+@_rule(
+    "aten._new_zeros_with_same_feature_meta.default",
+    "aten/src/ATen/native/TensorFactories.cpp: _new_zeros_with_same_feature_meta",
+    "self: *v *s, other: *s -> result: *v *s",
+)
+def _new_zeros_with_same_feature_meta(
+    self: Tensor, other: Tensor, *, self_num_batch_dims: int = 0
+) -> Tensor:
+    """Memory for a tangent of `other`, which has none itself whose layout could be kept"""
+    shape = (*self.shape[:self_num_batch_dims], *other.shape)
+    return torch.zeros(shape, dtype=other.dtype, device=other.device)

@@ -1,0 +1,332 @@
+"""register(eager=True): derivatives of any order and batching rules without a compiler."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import orders
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, vmap
+
+from normpass.decomps import eager
+from normpass.decomps.activate import is_registered, register, registered, unregister
+from normpass.decomps.registry import by_op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+aten = torch.ops.aten
+CHANGED = sorted(
+    {
+        op
+        for kind in ("autograd", "double_backward", "batching")
+        for op in by_op(kind)  # type: ignore[arg-type]
+        if op.namespace == "aten"
+    },
+    key=str,
+)
+
+
+@pytest.fixture
+def rules() -> Iterator[None]:
+    with registered(eager=True):
+        yield
+
+
+def identity(function: Any) -> Any:
+    return function
+
+
+def tables() -> dict[OpOverload, str]:
+    """The dispatch tables: which kernel stands at which key, and where it was registered."""
+    dump = torch._C._dispatch_dump
+    table = torch._C._dispatch_dump_table
+    return {op: dump(op.name()) + table(op.name()) for op in CHANGED}
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("mix", orders.MIXES)
+@pytest.mark.parametrize("norm", orders.NORMS)
+def test_derivatives_of_every_mix_are_right(norm: str, mix: str) -> None:
+    assert orders.outcome(norm, mix, identity) == "right"
+
+
+def tape(norm: Any, order: int, *leaves: Tensor) -> list[Tensor]:
+    """The gradients of this order by torch.autograd.grad alone, all along fixed directions."""
+    leaves = tuple(leaf.clone().requires_grad_() for leaf in leaves)
+    value = (norm(*leaves) * orders.C).sum()
+    for _ in range(order - 1):
+        grads = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
+        value = sum((g * orders.fixed(*g.shape)).sum() for g in grads)  # type: ignore[assignment]
+    return list(torch.autograd.grad(value, leaves, materialize_grads=True))
+
+
+EPS, rows = orders.EPS, orders.standardized
+TAPED = {
+    "layer_norm": (
+        lambda x, w, b: F.layer_norm(x, (5,), w, b, EPS),
+        lambda x, w, b: rows(x, [-1]) * w + b,
+        5,
+    ),
+    "batch_norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True, 0.1, EPS),
+        lambda x, w, b: rows(x, [0, 2]) * w[:, None] + b[:, None],
+        6,
+    ),
+    "instance_norm": (
+        lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=EPS),
+        lambda x, w, b: rows(x, [2]) * w[:, None] + b[:, None],
+        6,
+    ),
+    "_batch_norm_with_update": (
+        lambda x, w, b: aten._batch_norm_with_update(
+            x, w, b, torch.zeros(6).double(), torch.ones(6).double(), 0.1, EPS
+        )[0],
+        lambda x, w, b: rows(x, [0, 2]) * w[:, None] + b[:, None],
+        6,
+    ),
+    "group_norm": (
+        lambda x, w, b: F.group_norm(x, 3, w, b, EPS),
+        lambda x, w, b: rows(x.reshape(4, 3, 10), [-1]).reshape(x.shape) * w[:, None] + b[:, None],
+        6,
+    ),
+}
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize("norm", TAPED)
+def test_orders_of_a_tape_are_right(norm: str, order: int) -> None:
+    """Without torch.func: create_graph=True, in all arguments at once."""
+    function, primitives, channels = TAPED[norm]
+    leaves = orders.fixed(*orders.SHAPE) * 2, orders.fixed(channels) + 1.5, orders.fixed(channels)
+    found, right = tape(function, order, *leaves), tape(primitives, order, *leaves)
+    for ours, want in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
+def test_reverse_over_a_dual_number(norm: str) -> None:
+    """torch.autograd.forward_ad, and the gradient of the tangent by the tape."""
+    make, primitives = orders.NORMS[norm]
+
+    def gradient(function: Any) -> Tensor:
+        x = (orders.fixed(*orders.SHAPE) * 2).requires_grad_()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, orders.V)
+            tangent = torch.autograd.forward_ad.unpack_dual(function(dual)).tangent
+            return torch.autograd.grad((tangent * orders.C).sum(), x)[0]
+
+    torch.testing.assert_close(gradient(make()), gradient(primitives), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("rules")
+def test_orders_up_to_the_second_are_the_operators_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, gradients and nodes are what they were, bit by bit; nothing is composed."""
+    norm, x = torch.nn.LayerNorm(5), orders.fixed(4, 5).float().requires_grad_()
+
+    def run() -> list[Tensor]:
+        y = norm(x)
+        assert type(y.grad_fn).__name__ == "NativeLayerNormBackward0"
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *norm.parameters()])]
+
+    def composed(*_: Any) -> None:
+        raise AssertionError("a composition was used")
+
+    monkeypatch.setattr(torch, "var_mean", composed)
+    ours = run()
+    torch.func.grad(lambda v: norm(v).square().sum())(x.detach())
+    unregister_blocks()
+    for mine, stock in zip(ours, run(), strict=True):
+        assert torch.equal(mine, stock)
+
+
+def unregister_blocks() -> None:
+    """`unregister`, which ends open blocks too: the fixture's."""
+    unregister()
+    assert not is_registered()
+
+
+@pytest.mark.usefixtures("rules")
+def test_a_gradient_that_nobody_asks_for_is_not_there() -> None:
+    """Third order in the weight alone, in the input alone, and of a norm without either."""
+    x = orders.fixed(*orders.SHAPE) * 2
+    w = orders.fixed(5) + 1.5
+    only_w = tape(lambda w: F.layer_norm(x, (5,), w, None, EPS) ** 3, 3, w)
+    right = tape(lambda w: (orders.standardized(x, [-1]) * w) ** 3, 3, w)
+    torch.testing.assert_close(only_w, right, rtol=1e-9, atol=1e-9)
+    bare = tape(lambda x: F.layer_norm(x, (5,), None, None, EPS), 3, x)
+    right = tape(lambda x: orders.standardized(x, [-1]), 3, x)
+    torch.testing.assert_close(bare, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """The third order of a half is as far from float64 as its own rounding makes it."""
+    leaves = orders.fixed(*orders.SHAPE) * 2, orders.fixed(5) + 1.5, orders.fixed(5)
+    function, primitives, _ = TAPED["layer_norm"]
+
+    def third(f: Any, dtype: torch.dtype) -> Tensor:
+        x, w, b = (leaf.to(dtype) for leaf in leaves)
+        along, cotangent = orders.V.to(dtype), orders.C.to(dtype)
+        x = x.requires_grad_()
+        value = (f(x, w, b) * cotangent).sum()
+        for _ in range(2):
+            (g,) = torch.autograd.grad(value, x, create_graph=True)
+            assert g.dtype == dtype
+            value = (g * along).sum()
+        return torch.autograd.grad(value, x)[0]
+
+    right = third(primitives, torch.float64)
+    ours = third(function, dtype)
+    assert ours.dtype == dtype
+    away = (ours.double() - right).abs().max() / right.abs().max()
+    assert away < 40 * torch.finfo(dtype).eps
+
+
+W, B = torch.linspace(0.5, 2, 6).double(), torch.linspace(-1, 1, 6).double()
+VMAPPED = {
+    "layer": lambda x: F.layer_norm(x, (6,), W, B),
+    "layer, weights batched": lambda x: F.layer_norm(x, (6,), x[0, 0] * 2, x[0, 1]),
+    "group": lambda x: F.group_norm(x.movedim(-1, 1), 3, W, B),
+    "batch": lambda x: F.batch_norm(x.movedim(-1, 1), None, None, W, B, True),
+    "batch, eval": lambda x: F.batch_norm(x.movedim(-1, 1), B, W, W, B, False),
+    "instance": lambda x: F.instance_norm(x.movedim(-1, 1), None, None, W, B),
+    "layer, keywords": lambda x: aten.native_layer_norm(
+        x, [6], weight=x[0, 0] * 2, bias=None, eps=1e-3
+    )[0],
+}
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("norm", VMAPPED)
+def test_vmap_is_the_loop_over_examples(norm: str, dim: int) -> None:
+    x = torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = x.movedim(0, dim)
+
+    def loss(v: Tensor) -> Tensor:
+        return VMAPPED[norm](v).sin().sum()
+
+    for transform in (loss, grad(loss)):
+        want = torch.stack([transform(v) for v in x.unbind(dim)])
+        torch.testing.assert_close(vmap(transform, in_dims=dim)(x), want, rtol=1e-10, atol=1e-10)
+
+
+def test_vmap_goes_by_our_rules() -> None:
+    """Which rule was used: torch's own copies the input, whose example axis is not in front."""
+    x = torch.randn(2, 3, 5, 4)
+
+    def copies() -> set[str]:
+        with torch.profiler.profile() as profile:
+            vmap(lambda v: F.batch_norm(v, None, None, training=True), in_dims=2)(x)
+        return {event.key for event in profile.key_averages()} & {"aten::clone", "aten::contiguous"}
+
+    assert copies()
+    with registered(eager=True):
+        assert not copies()
+
+
+def test_everything_is_put_back() -> None:
+    before = tables()
+    with registered(eager=True):
+        changed = tables()
+        register()
+        assert tables() == changed, "register() adds to what is there and takes nothing away"
+        unregister()
+        assert tables() == before
+    with registered():
+        assert tables() == before, "eager mode is left alone unless it is asked for"
+        register(eager=True)
+        assert all(tables()[op] != before[op] for op in CHANGED)
+        unregister()
+    assert tables() == before
+
+
+def test_the_last_block_to_end_puts_it_back() -> None:
+    before = tables()
+    with registered():
+        with registered(eager=True):
+            assert tables() != before
+        assert tables() == before
+        assert is_registered()
+
+
+def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tables()
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(eager, "_backward", fail)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        register(eager=True)
+    assert not is_registered()
+    assert tables() == before
+
+
+def third_order() -> str:
+    return orders.outcome("layer_norm", "grad_grad_grad", identity)
+
+
+def test_it_holds_in_threads() -> None:
+    found: list[str] = []
+
+    def work() -> None:
+        with registered(eager=True):
+            found.append(third_order())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["right"] * 4
+    assert not is_registered()
+
+
+def in_a_child(queue: Any, wanted: bool) -> None:
+    if wanted:
+        register(eager=True)
+    queue.put((is_registered(), third_order()))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_it_holds_in_a_worker(start: str) -> None:
+    """A forked worker has what its parent has; a spawned one registers for itself."""
+    if start not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this system cannot {start}")
+    context = multiprocessing.get_context(start)
+    queue = context.Queue()
+    with registered(eager=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+        worker = context.Process(target=in_a_child, args=(queue, start == "spawn"))
+        worker.start()
+        assert queue.get(timeout=120) == (True, "right")
+        worker.join()
+
+
+@pytest.mark.usefixtures("rules")
+def test_running_statistics_are_updated_once() -> None:
+    """Under every level, and to what the operator makes of them."""
+    x = orders.fixed(*orders.SHAPE) * 2
+
+    def update(wrap: Any) -> tuple[Tensor, Tensor]:
+        mean, var = orders.fixed(6), orders.fixed(6) ** 2 + 0.5
+        wrap(lambda v: F.batch_norm(v, mean, var, orders.W6, orders.B6, True, 0.3, EPS))
+        return mean, var
+
+    want = update(lambda norm: norm(x))
+    for mix in ("jvp", "grad", "grad_grad_grad", "jvp_grad"):
+        found = update(lambda norm, mix=mix: orders.MIXES[mix](norm)(x))
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
