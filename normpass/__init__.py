@@ -59,14 +59,15 @@ _HOME = {
 def register(eager: bool = False, running_stats: str = "error") -> None:
     """Install the rules in this process, for tracing under any backend; twice is harmless.
 
-    Batching and autograd rules take effect while torch.compile traces and leave eager alone:
-    derivatives of norms are then right to any order and mix of forward and reverse mode, and vmap
-    over them copies nothing;
-    stock Inductor also gets the decompositions and the fusion pass. `unregister()` takes all of
-    it back.
+    Batching and autograd rules take effect while torch.compile traces: derivatives of norms are
+    then right to any order and mix of forward and reverse mode, and vmap over them copies nothing.
+    Stock Inductor also gets the decompositions and the fusion pass. `unregister()` takes all of it
+    back.
 
     Args:
-        eager: override functorch and autograd in eager mode too.
+        eager: the same rules in eager mode, for torch.func and for torch.autograd; a norm's
+            forward and backward then take 5 to 10 microseconds more. Once asked for, it stays
+            until `unregister()`.
         running_stats: what a batched norm with unbatched running statistics does in training.
 
     Raises:
