@@ -15,16 +15,20 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v c++ || command -v g++ || command -v clang++))
 
-.PHONY: help test sweep demo bench page lint types format clean check
+.PHONY: help test sweep operators demo bench page lint types format clean check
 
 help:
-	@echo "make test | demo | bench | sweep | page | lint | types | format | clean"
+	@echo "make test | demo | bench | sweep | operators | page | lint | types | format | clean"
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
 sweep: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) -m sweep $(ARGS)
+
+# PyTorch's operator database compiled without the rules and with them: fails if they break anything.
+operators: $(VENV)/test.stamp
+	$(BIN)/python tests/operator_database.py --jobs $(JOBS) --summary expect/operators.txt $(ARGS)
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/normpass demo $(ARGS)
