@@ -27,6 +27,7 @@ from normpass.passes.region import parse, product
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+
 @dataclass(frozen=True)
 class Traffic:
     """read, written: bytes from and to memory. passes: how often the kernel goes over its largest

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Mask = Sequence[bool]
     Rule = Callable[..., dict[str, Tensor | None]]
 
-SOURCE = "tools/autograd/derivatives.yaml"
+SOURCE = "tools/autograd/derivatives.yaml: {}"
 ALL = (True, True, True)
 
 
@@ -44,7 +44,9 @@ def _rule(op: str, shapes: str) -> Callable[[Rule], Rule]:
     found = find_op(op)
     if found is None:
         return lambda function: function
-    return register_rule("double_backward", found, source=SOURCE, shapes=shapes)
+    return register_rule(
+        "double_backward", found, source=SOURCE.format(op.split(".")[1]), shapes=shapes
+    )
 
 
 @_rule(
