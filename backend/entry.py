@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ def normpass(
     settings = Options.parse(options)
     dump.graph(settings.debug, "00_dynamo", graph)
     if settings.inner == "eager" or _cannot_build(inputs):
-        return _compile_with_eager(graph, inputs, settings)
+        return _compile_with_eager(graph, inputs, replace(settings, inner="eager"))
     return _compile_with_inductor(graph, inputs, settings, mode)
 
 
@@ -154,7 +155,8 @@ class FusionPass(CustomGraphPass):
         decisions = fuse_graph(graph, region_op, least_bytes=least_bytes, accept=accept)
         for decision in decisions:
             _start(decision)
-        inductor_call.install()
+        if self.settings.inner == "inductor":
+            inductor_call.install()
         record.decisions(decisions)
         record.after(before, graph, decisions)
         dump.graph(self.settings.debug, "30_fused", graph, number)

@@ -1,5 +1,5 @@
-"""From graph nodes and their domain to a region: views disappear, values get names, equal ones are
-written once.
+"""From graph nodes and their domain to a region: views disappear, and what the nodes compute is
+written as the region's ops (writer.py).
 """
 
 from __future__ import annotations
@@ -11,19 +11,9 @@ import sympy
 import torch
 from torch.fx import Node
 
+from normpass.passes.axis_names import LOCAL_NAMES, name_axes, reduced_axes
 from normpass.passes.domain import NotExpressible, extent_of
-from normpass.passes.region import (
-    Arg,
-    Axis,
-    Buffer,
-    Op,
-    Output,
-    Region,
-    Stride,
-    format_arg,
-    product,
-    verify,
-)
+from normpass.passes.region import Arg, Axis, Buffer, Output, Region, Stride, verify
 from normpass.passes.vocabulary import (
     ADDITIONS,
     COMPOSED,
@@ -35,16 +25,13 @@ from normpass.passes.vocabulary import (
     Kind,
     argument,
     kind_of,
-    reduced_dims,
 )
+from normpass.passes.writer import OpWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from normpass.passes.domain import Domain
-
-LOCAL_NAMES = ("c", "d", "e", "f")  # axes that inner reductions reduce
-PARALLEL_NAMES = ("r", "q", "n", "m")
 
 
 @dataclass(frozen=True)
@@ -109,16 +96,13 @@ class _Lowering:
         self.nodes = nodes
         self.inside = set(nodes)
         self.domain = domain
-        self.ops: dict[tuple[Any, ...], Op] = {}
         self.values: dict[Node, Arg | tuple[Arg, ...]] = {}
-        self.used: dict[str, int] = {}
-        self.varies: dict[str, frozenset[int]] = {}
         self.sizes: dict[sympy.Expr, str] = {}
-        self.axis_names: dict[int, str] = {}
+        self.axis_names = name_axes(nodes, domain)
+        self.writer = OpWriter(domain, self.axis_names)
 
     def run(self) -> Lowered:
         inputs = self.outside_tensors()
-        self.name_axes()
         buffers = [self.input(node) for node in inputs]
         for node in self.nodes:
             self.node(node)
@@ -141,7 +125,7 @@ class _Lowering:
             self.name,
             axes,
             tuple(buffers),
-            self.live_ops(results),
+            self.writer.live(results),
             tuple(results),
             tuple(self.sizes.values()),
         )
@@ -188,47 +172,6 @@ class _Lowering:
                     found[arg] = None
         return list(found)
 
-    def name_axes(self) -> None:
-        """Single letters: local axes, parallel axes, in the order of the largest tensor."""
-        largest = max(self.nodes, key=lambda node: len(self.domain.axes(node)))
-        order = list(self.domain.axes(largest))
-        for node in self.domain.dims:
-            order += [axis for axis in self.domain.axes(node) if axis not in order]
-        needed = {
-            axis
-            for node in (*self.nodes, *(a for n in self.nodes for a in n.all_input_nodes))
-            if node in self.domain.dims
-            for axis in self.domain.axes(node)
-        }
-        reduced_inside = self.locally_reduced()
-        pools = {True: iter(LOCAL_NAMES), False: iter(PARALLEL_NAMES)}
-        for axis in (axis for axis in order if axis in needed):
-            name = next(pools[axis in reduced_inside], None)
-            self.axis_names[axis] = name or f"k{len(self.axis_names)}"
-
-    def locally_reduced(self) -> set[int]:
-        """Axes of reductions whose result is broadcast over them again."""
-        behind: dict[Node, set[int]] = {}
-        local: set[int] = set()
-        for node in self.nodes:
-            reached = set().union(*(behind.get(arg, set()) for arg in node.all_input_nodes))
-            if kind_of(node) is Kind.REDUCTION:
-                reached = reached | set(self.reduced_axes(node))
-            else:
-                local |= reached & set(self.domain.axes(node))
-            behind[node] = reached
-        return local
-
-    def reduced_axes(self, node: Node) -> tuple[int, ...]:
-        source = node.all_input_nodes[0]
-        dims, _ = reduced_dims(node)
-        return tuple(
-            axis
-            for k, dim in enumerate(self.domain.dims[source])
-            if k in dims
-            for axis in self.domain.resolve(dim)
-        )
-
     def buffer(self, name: str, node: Node) -> Buffer:
         tensor = node.meta["val"]
         if tensor.dtype not in DTYPES:
@@ -267,16 +210,16 @@ class _Lowering:
             stem = "w"  # a weight
         else:
             stem = "x"
-        buffer = self.buffer(self.fresh(stem), node)
-        self.values[node] = buffer.name
         strides = node.meta["val"].stride()
-        self.varies[buffer.name] = frozenset(
+        varies = (
             axis
             for dim, stride in zip(self.domain.dims[node], strides, strict=True)
             if stride != 0
             for axis in self.domain.resolve(dim)
         )
-        return buffer
+        name = self.writer.input(stem, varies)
+        self.values[node] = name
+        return self.buffer(name, node)
 
     def output(self, k: int, node: Node) -> Output:
         value = self.value(node)
@@ -292,34 +235,6 @@ class _Lowering:
         assert not isinstance(value, tuple)
         return value
 
-    def fresh(self, stem: str) -> str:
-        count = self.used.get(stem, 0)
-        self.used[stem] = count + 1
-        return f"{stem}_{count}" if count else stem
-
-    def emit(self, fn: str, *args: Arg, axes: tuple[int, ...] = ()) -> Arg:
-        """A value; the one there is, where it was written before."""
-        if fn == "mul" and 1.0 in args:
-            return next((arg for arg in args if arg != 1.0), 1.0)
-        args = tuple(a if isinstance(a, str | bool) else float(a) for a in args)
-        key = (fn, *map(format_arg, args), axes)  # as text, where -0.0 is not 0.0
-        if key not in self.ops:
-            name = self.fresh(fn)
-            self.ops[key] = Op(name, fn, args, tuple(self.axis_names[axis] for axis in axes))
-            varies = frozenset().union(*(self.varies[a] for a in args if isinstance(a, str)))
-            self.varies[name] = varies - set(axes)
-        return self.ops[key].name
-
-    def live_ops(self, outputs: Sequence[Output]) -> tuple[Op, ...]:
-        """The ops that outputs need (a variance nobody asks for is not computed)."""
-        wanted = {output.value for output in outputs}
-        live: list[Op] = []
-        for op in reversed(list(self.ops.values())):
-            if op.name in wanted:
-                wanted.update(arg for arg in op.args if isinstance(arg, str))
-                live.append(op)
-        return tuple(reversed(live))
-
     def arg(self, arg: Any) -> Any:
         if isinstance(arg, Node) and arg not in self.values:
             return self.number(arg)
@@ -328,7 +243,7 @@ class _Lowering:
     def number(self, node: Node) -> Arg:
         """A number of the graph as a value: the extent of axes."""
         try:
-            return self.count(self.domain.express(node))
+            return self.writer.count(self.domain.express(node))
         except NotExpressible as error:
             raise NotLowered(str(error)) from error
 
@@ -357,17 +272,17 @@ class _Lowering:
         if target in IDENTITY:
             source = node.all_input_nodes[0].meta["val"].dtype
             if dtype is torch.bool and source is not torch.bool:
-                return self.emit("ne", args[0], 0.0)
+                return self.writer.emit("ne", args[0], 0.0)
             return args[0]
         if target in COMPOSED:
             kwargs = {key: self.arg(value) for key, value in node.kwargs.items()}
-            value = COMPOSED[target](self, *args, **kwargs)
+            value = COMPOSED[target](self.writer, *args, **kwargs)
         elif node.kwargs:
             raise NotLowered(f"{node.target} with {', '.join(node.kwargs)}")
         else:
-            value = self.emit(FUNCTIONS[target], *args)
+            value = self.writer.emit(FUNCTIONS[target], *args)
         if dtype is torch.bool and target in ADDITIONS:  # one or the other, not how many
-            return self.emit("ne", value, 0.0)
+            return self.writer.emit("ne", value, 0.0)
         return value
 
     def constant(self, node: Node) -> Arg:
@@ -377,50 +292,12 @@ class _Lowering:
     def reduction(self, node: Node) -> Arg | tuple[Arg, ...]:
         fn = REDUCTIONS[node.target]
         value = self.value(node.all_input_nodes[0])
-        axes = self.reduced_axes(node)
+        axes = reduced_axes(node, self.domain)
         if fn == "mean":
-            return self.mean(value, axes)
+            return self.writer.mean(value, axes)
         if fn in ("var", "var_mean"):
-            mean = self.mean(value, axes)
-            centred = self.emit("sub", value, mean)
-            total = self.reduce("sum", self.emit("mul", centred, centred), axes)
-            correction = argument(node, "correction", 1)
-            variance = self.emit("div", total, self.degrees(axes, correction))
-            return (variance, mean) if fn == "var_mean" else variance
-        return self.reduce(fn, value, axes)
-
-    def reduce(self, fn: str, value: Arg, axes: tuple[int, ...]) -> Arg:
-        """A reduction; where a value does not change along an axis, what that comes to."""
-        varies = self.varies[value] if isinstance(value, str) else frozenset()
-        constant = tuple(axis for axis in axes if axis not in varies)
-        changing = tuple(axis for axis in axes if axis in varies)
-        if constant and fn == "prod":
+            both = self.writer.variance(value, axes, argument(node, "correction", 1))
+            return both if fn == "var_mean" else both[0]
+        if fn == "prod" and self.writer.constant(value, axes):
             raise NotLowered("a product over an axis along which nothing changes")
-        if changing:
-            value = self.emit(fn, value, axes=changing)
-        if constant and fn == "sum":
-            value = self.emit("mul", value, self.count(constant))
-        return value
-
-    def count(self, axes: tuple[int, ...]) -> Arg:
-        """The number of elements that axes span: a number, or a value where it is known only at run
-        time.
-        """
-        total = self.count_expression(axes)
-        return float(total) if total.is_Integer else self.emit("numel", axes=axes)
-
-    def count_expression(self, axes: tuple[int, ...]) -> sympy.Expr:
-        return sympy.sympify(product(self.domain.extent(axis) for axis in axes))
-
-    def mean(self, value: Arg, axes: tuple[int, ...]) -> Arg:
-        return self.emit("div", self.reduce("sum", value, axes), self.count(axes))
-
-    def degrees(self, axes: tuple[int, ...], correction: float | None) -> Arg:
-        """Degrees of freedom of a variance; never negative."""
-        count = self.count(axes)
-        correction = 1 if correction is None else correction
-        if correction == 0:
-            return count
-        if isinstance(count, float):
-            return max(count - correction, 0.0)
-        return self.emit("maximum", self.emit("sub", count, float(correction)), 0.0)
+        return self.writer.reduce(fn, value, axes)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton_oracles as mathematics
 import triton_regions as regions
 from oracles import assert_no_less_accurate
 from triton_regions import fill
@@ -57,12 +58,12 @@ ROWS = ((5,), (13,), (0,))
 def norms() -> Iterator[Case]:
     """Row norms and softmax in every dtype."""
     families = {
-        "layer_norm_backward": (regions.LAYER_NORM_BACKWARD, regions.layer_norm_backward),
-        "rms_norm_backward": (regions.RMS_NORM_BACKWARD, regions.rms_norm_backward),
-        "layer_norm": (regions.LAYER_NORM_FORWARD, regions.layer_norm),
-        "softmax": (regions.SOFTMAX, regions.softmax),
-        "softmax_backward": (regions.SOFTMAX_BACKWARD, regions.softmax_backward),
-        "three_levels": (regions.THREE_LEVELS, regions.three_levels),
+        "layer_norm_backward": (regions.LAYER_NORM_BACKWARD, mathematics.layer_norm_backward),
+        "rms_norm_backward": (regions.RMS_NORM_BACKWARD, mathematics.rms_norm_backward),
+        "layer_norm": (regions.LAYER_NORM_FORWARD, mathematics.layer_norm),
+        "softmax": (regions.SOFTMAX, mathematics.softmax),
+        "softmax_backward": (regions.SOFTMAX_BACKWARD, mathematics.softmax_backward),
+        "three_levels": (regions.THREE_LEVELS, mathematics.three_levels),
     }
     for name, (text, oracle) in families.items():
         for t in ("f32", "f64", "bf16", "f16"):
@@ -75,7 +76,7 @@ def norms() -> Iterator[Case]:
 
 def channels() -> Iterator[Case]:
     """Norms over channels, in both layouts."""
-    group, batch = regions.group_norm_backward, regions.batch_norm_backward
+    group, batch = mathematics.group_norm_backward, mathematics.batch_norm_backward
     for t in ("f32", "f64", "bf16", "f16"):
         text = fill(regions.GROUP_NORM_BACKWARD, c="5", t=t, x="r (g d) s")
         yield Case(f"group_norm_backward {t}", text, ROWS, group)
@@ -86,10 +87,10 @@ def channels() -> Iterator[Case]:
             f"batch_norm_backward channels last {t}",
             text,
             ((5,), (13,)),
-            regions.channels_last(batch),
+            mathematics.channels_last(batch),
         )
     text = fill(regions.GROUP_NORM_BACKWARD, c="5", x="r s (g d)")
-    yield Case("group_norm_backward channels last", text, ROWS, regions.channels_last(group))
+    yield Case("group_norm_backward channels last", text, ROWS, mathematics.channels_last(group))
     text = fill(regions.GROUP_NORM_BACKWARD, c="1", r="4", x="r (g d) s")
     yield Case("group_norm_backward one channel a group", text, ((),), group)
     # Many channels are enough pieces of work: both phases in one launch.
@@ -100,32 +101,36 @@ def channels() -> Iterator[Case]:
 def others() -> Iterator[Case]:
     """Masks, strides, sums over everything, other axes, awkward names and values."""
     for t in ("f32", "f64", "bf16"):
-        yield Case(f"masked {t}", fill(regions.MASKED, t=t), ROWS, regions.masked)
-        yield Case(f"strided {t}", fill(regions.STRIDED, t=t), ((3, 20), (4, 31)), regions.strided)
-        yield Case(f"global {t}", fill(regions.GLOBAL, t=t, w="f32"), ROWS, regions.global_norm)
-    yield Case("softmax over the middle", fill(regions.SOFTMAX_MIDDLE), ROWS, regions.softmax)
+        yield Case(f"masked {t}", fill(regions.MASKED, t=t), ROWS, mathematics.masked)
+        yield Case(
+            f"strided {t}", fill(regions.STRIDED, t=t), ((3, 20), (4, 31)), mathematics.strided
+        )
+        yield Case(f"global {t}", fill(regions.GLOBAL, t=t, w="f32"), ROWS, mathematics.global_norm)
+    yield Case("softmax over the middle", fill(regions.SOFTMAX_MIDDLE), ROWS, mathematics.softmax)
     yield Case(
         "softmax over the first",
         fill(regions.SOFTMAX_MIDDLE, r="1"),
         ((),),
-        regions.softmax,
+        mathematics.softmax,
     )
-    yield Case("names", fill(regions.NAMES), ROWS, regions.names)
-    yield Case("extremes", fill(regions.EXTREMES), ((5,),), regions.extremes)
+    yield Case("names", fill(regions.NAMES), ROWS, mathematics.names)
+    yield Case("extremes", fill(regions.EXTREMES), ((5,),), mathematics.extremes)
     special = {"x": [NAN, 1.0, INF, -INF, 2.0]}
     yield Case(
         "extremes of NaN and Inf",
         fill(regions.EXTREMES, c="2"),
         ((5,),),
-        regions.extremes,
+        mathematics.extremes,
         special,
     )
-    yield Case("softmax of NaN", fill(regions.SOFTMAX), ((3,),), regions.softmax, {"x": [1.0, NAN]})
+    yield Case(
+        "softmax of NaN", fill(regions.SOFTMAX), ((3,),), mathematics.softmax, {"x": [1.0, NAN]}
+    )
     yield Case(
         "softmax of Inf",
         fill(regions.SOFTMAX),
         ((3,),),
-        regions.softmax,
+        mathematics.softmax,
         {"x": [-INF, 1.0, 3e38]},
     )
 

@@ -5,25 +5,18 @@ what would only repeat. Two things are this dialect's own. Lanes run along the p
 loop over it takes a Vec at a time and its remainder through the same body. And `jam` rows go
 through a body together, so that what does not depend on the row (weights, the arrays of dgamma and
 dbeta) is read and written once for all of them.
+
+This file prints the function and its loops; cpp_leaves.py prints what stands in them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from normpass.backend.codegen.cpp_names import (
-    COMBINE,
-    PREFETCH_ROWS,
-    TYPES,
-    Names,
-    operand,
-)
+from normpass.backend.codegen.cpp_leaves import LeafPrinter
+from normpass.backend.codegen.cpp_names import COMBINE, TYPES, operand
 from normpass.backend.codegen.text import index_expression
-from normpass.backend.pointwise import POINTWISE
 from normpass.backend.tree import (
-    Access,
     Accumulate,
     Accumulator,
     Begin,
@@ -43,8 +36,6 @@ from normpass.backend.tree import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from normpass.passes.region import Op
-
 
 def generate(plan: Plan) -> str:
     """The C++ source of a plan: `extern "C" void kernel(void* const* tensors, const int64_t* sizes,
@@ -56,8 +47,8 @@ def generate(plan: Plan) -> str:
     return _Printer(plan).source()
 
 
-class _Printer(Names):
-    """Prints the tree of a plan."""
+class _Printer(LeafPrinter):
+    """Prints the tree of a plan: the function, and the loops around its leaves."""
 
     def source(self) -> str:
         for text in str(self.region).splitlines():
@@ -211,17 +202,6 @@ class _Printer(Names):
         with self.block(f"each_vector<scalar, {unroll}>({begin}, {end}, {body}", "});"):
             self.body(node.body)
 
-    def unrolled(self, accumulator: Accumulator) -> bool:
-        """Whether a reduction over lanes has several accumulators: where no jammed rows take turns
-        anyway.
-        """
-        return (
-            self.jam is None
-            and not accumulator.axes
-            and self.plan.vector in accumulator.op.axes
-            and self.is_vector(operand(accumulator))
-        )
-
     def jam_loop(self, node: Loop, sums: Sequence[str]) -> None:
         """Several rows at a time, then one at a time, through the same body."""
         name = node.axis.name
@@ -314,135 +294,3 @@ class _Printer(Names):
                 return
         self.indexed.add(name)
         self.line(f"{kind} {name}[J];")
-
-    def hold(self, accumulator: Accumulator) -> None:
-        """Reads an array's element once for all rows of a jam."""
-        name, element = accumulator.op.name, self.element(accumulator.op.name, accumulator.axes)
-        vector = self.plan.vector in accumulator.axes
-        read = f"load<scalar>({element}, lanes)" if vector else f"*({element})"
-        self.line(f"{'Vec' if vector else 'scalar'} held_{name} = {read};")
-        self.held.add(name)
-
-    def release(self, accumulator: Accumulator) -> None:
-        name, element = accumulator.op.name, self.element(accumulator.op.name, accumulator.axes)
-        vector = self.plan.vector in accumulator.axes
-        self.line(
-            f"store({element}, held_{name}, lanes);" if vector else f"*({element}) = held_{name};"
-        )
-        self.held.discard(name)
-
-    # -- leaves
-
-    def leaf(self, node: Leaf) -> None:
-        match node:
-            case Load(access):
-                self.load(access)
-            case Compute(op):
-                self.compute(op)
-            case Begin(accumulator):
-                self.begin(accumulator)
-            case Accumulate(accumulator):
-                self.accumulate(accumulator)
-            case Finish(accumulator):
-                self.finish(accumulator)
-            case Keep(value, axes, _):
-                write = "store({}, {}, lanes);" if self.is_vector(value) else "*({}) = {};"
-                self.line(write.format(self.element(value, axes), self.as_number(value)))
-            case Recall(value, axes, _):
-                read = "load<scalar>({}, lanes)" if self.is_vector(value) else "*({})"
-                self.define(value, read.format(self.element(value, axes)))
-            case Store(output, access):
-                self.store(output.value, access)
-
-    def load(self, access: Access) -> None:
-        buffer = access.buffer
-        address = f"p_{buffer.name} + {self.offset(access.strides)}"
-        stride = access.strides.get(self.plan.vector)
-        if stride is None:
-            text = f"get<scalar>({address})"
-        elif stride == 1:
-            text = f"load<scalar>({address}, lanes)"
-        else:
-            text = f"gather<scalar>({address}, {index_expression(stride)}, lanes)"
-        if buffer.dtype is torch.bool:
-            text = f"mask({text})" if stride is not None else f"mask_of({text})"
-        self.define(buffer.name, text)
-        if stride == 1 and self.last_pass and self.following and self.following in access.strides:
-            step = index_expression(PREFETCH_ROWS * access.strides[self.following])
-            self.line(f"prefetch({address} + {step});")
-
-    def store(self, value: str, access: Access) -> None:
-        address = f"p_{access.buffer.name} + {self.offset(access.strides)}"
-        stride = access.strides.get(self.plan.vector)
-        text = self.as_number(value)
-        if stride is None:
-            self.line(f"put({address}, {text});")
-            return
-        text = text if self.is_vector(value) else f"Vec({text})"
-        if stride == 1:
-            self.line(f"write({address}, {text}, lanes, past_caches);")
-        else:
-            self.line(f"scatter({address}, {index_expression(stride)}, {text}, lanes);")
-
-    def compute(self, op: Op) -> None:
-        if op.fn == "numel":
-            size = index_expression(self.plan.numel[op.name])
-            self.define(op.name, f"static_cast<scalar>({size})")
-            return
-        row = POINTWISE[op.fn]
-        vector = any(isinstance(arg, str) and self.is_vector(arg) for arg in op.args)
-        args = [
-            self.argument(arg, vector=vector, truth=str(k) in row.truth)
-            for k, arg in enumerate(op.args)
-        ]
-        self.define(op.name, row.cpp.format(*args))
-
-    def accumulator_type(self, accumulator: Accumulator) -> str:
-        return "Vec" if self.is_vector(operand(accumulator)) else "scalar"
-
-    def begin(self, accumulator: Accumulator) -> None:
-        name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
-        if accumulator.axes:
-            size = self.size_of(accumulator)
-            array = self.array(name, accumulator.axes)
-            self.line(f"std::fill_n({array}, {size}, {fn}::neutral<scalar>());")
-            return
-        kind = self.accumulator_type(accumulator)
-        if self.unrolled(accumulator):
-            self.line(f"Vec acc_{name}[UNROLL];")
-            self.line(f"for (Vec& acc : acc_{name}) acc = Vec({fn}::neutral<scalar>());")
-        elif f"acc_{name}" in self.indexed:
-            self.line(f"acc_{name}[j] = {kind}({fn}::neutral<scalar>());")
-        else:
-            self.line(f"{kind} acc_{name}({fn}::neutral<scalar>());")
-
-    def accumulate(self, accumulator: Accumulator) -> None:
-        op, value = accumulator.op, operand(accumulator)
-        fn = COMBINE[op.fn]
-        text, lanes = self.as_number(value), "lanes" if self.is_vector(value) else "0"
-        if not accumulator.axes:
-            target = (
-                f"acc_{op.name}[slot]"
-                if self.unrolled(accumulator)
-                else self.name(f"acc_{op.name}")
-            )
-            self.line(f"accumulate<{fn}>({target}, {text}, {lanes});")
-            return
-        if self.is_vector(value) and not self.is_vector(op.name):
-            text, lanes = f"across<{fn}>({text}, lanes)", "0"
-        if op.name in self.held:
-            self.line(f"accumulate<{fn}>(held_{op.name}, {text}, {lanes});")
-        elif self.is_vector(op.name):
-            self.line(f"add_to<{fn}>({self.element(op.name, accumulator.axes)}, {text}, lanes);")
-        else:
-            self.line(f"accumulate<{fn}>(*({self.element(op.name, accumulator.axes)}), {text}, 0);")
-
-    def across(self, accumulator: Accumulator) -> str:
-        """An accumulator's content: lanes combined where the lanes were reduced."""
-        name = self.name(f"acc_{accumulator.op.name}")
-        reduced = self.plan.vector in accumulator.op.axes
-        return f"across<{COMBINE[accumulator.op.fn]}>({name})" if reduced else name
-
-    def finish(self, accumulator: Accumulator) -> None:
-        if not accumulator.axes:
-            self.define(accumulator.op.name, self.across(accumulator))

@@ -8,6 +8,9 @@ phases are plain values. An axis too long for that, or of an extent that is only
 is a loop over chunks, and arrays along it lie in global memory.
 
 All blocks of a kernel have the same dimensions, of size one where a value does not vary.
+
+This file prints the module; triton_kernel.py prints each kernel, and triton_leaves.py what stands
+in its loops.
 """
 
 from __future__ import annotations

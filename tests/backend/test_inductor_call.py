@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from normpass.backend import inductor_call
+from normpass.backend import inductor_call, toolchain
 from tests.compiled import compile_fused
 
 OPERATOR = "torch.ops.normpass.region.default("
+
+# Prints how many regions were fused and how often Inductor was told of them.
+EAGER = """
+import torch
+from torch._dynamo.utils import counters
+from normpass.backend import inductor_call
+norm = torch.nn.LayerNorm(37)
+options = {"inner": "eager", "least_bytes": 0}
+torch.compile(norm, backend="normpass", options=options)(torch.randn(6, 37))
+fused = sum(n for name, n in counters["normpass"].items() if name.startswith("fused"))
+print(fused, inductor_call.install.cache_info().misses)
+"""
 
 
 class Turned(nn.Module):
@@ -82,3 +97,17 @@ def test_without_what_it_needs_of_inductor_the_operator_is_called(monkeypatch: A
         assert all(OPERATOR in text for text in code)
     finally:
         inductor_call.install.cache_clear()
+
+
+def test_with_eager_inside_inductor_is_not_told() -> None:
+    """In a process of its own: here other tests have told it."""
+    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "0"]
+
+
+def test_without_a_compiler_inductor_is_not_told(monkeypatch: Any) -> None:
+    monkeypatch.setattr(inductor_call, "install", lambda: pytest.fail("Inductor was told"))
+    monkeypatch.setattr(toolchain, "missing_compiler", lambda: "no compiler for this test")
+    module, x = nn.LayerNorm(24), torch.randn(5, 24)
+    torch.testing.assert_close(compile_fused(module)(x), module(x))

@@ -1,0 +1,315 @@
+"""The leaves of a plan's tree in Triton: loads, stores, operations, reductions, arrays in global
+memory.
+
+triton_kernel.py prints the loops around them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.backend.codegen.text import index_expression
+from normpass.backend.codegen.triton_layout import is_power_of_two, number, times
+from normpass.backend.codegen.triton_program import ProgramPrinter
+from normpass.backend.codegen.triton_stages import operand, uses, walk
+from normpass.backend.pointwise import POINTWISE, truth_values
+from normpass.backend.tree import (
+    Accumulate,
+    Begin,
+    Compute,
+    Finish,
+    Keep,
+    Load,
+    Recall,
+    Store,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import sympy
+
+    from normpass.backend.codegen.triton_layout import Names
+    from normpass.backend.codegen.triton_stages import Stage
+    from normpass.backend.codegen.triton_tiling import Blocks
+    from normpass.backend.tree import Access, Accumulator, Leaf, Plan
+    from normpass.passes.region import Arg, Op, Region
+
+
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.bool: "i1",
+}
+NEUTRAL = {"sum": "0.0", "prod": "1.0", "amax": 'float("-inf")', "amin": 'float("inf")'}
+COMBINE = {
+    "sum": "{0} + {1}",
+    "prod": "{0} * {1}",
+    "amax": "lib.maximum({0}, {1})",
+    "amin": "lib.minimum({0}, {1})",
+}
+REDUCE = {"sum": "tl.sum", "prod": "lib.prod", "amax": "lib.amax", "amin": "lib.amin"}
+# Arguments that may be bare literals: beside an operator they take the other operand's type. In
+# other calls they would be float32 always, so there they are pinned.
+BARE = dict.fromkeys(("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge"), (0, 1)) | {
+    "div": (1,)
+}
+
+
+class LeafPrinter(ProgramPrinter):
+    """Prints leaves, one at a time.
+
+    kept, parts: arrays that this launch is the first to write; their sizes, and how many partial
+    results there are.
+    """
+
+    def __init__(self, plan: Plan, stage: Stage, blocks: Blocks, number: int, names: Names) -> None:
+        super().__init__(plan, stage, blocks, names)
+        self.number = number
+        self.region: Region = plan.region
+        self.varies = plan.region.varies
+        self.truth = truth_values(plan.region)
+        self.type = "tl.float64" if plan.region.compute_dtype is torch.float64 else "tl.float32"
+        self.combined = {accumulator.op.name: accumulator for accumulator in stage.combined}
+        self.kept: dict[str, str] = {}
+        self.parts: dict[str, tuple[str, str]] = {}
+
+    def leaf(self, node: Leaf) -> None:
+        match node:
+            case Load(access):
+                self.load(access)
+            case Compute(op):
+                self.compute(op)
+            case Begin(accumulator) if not accumulator.shared:
+                self.begin(accumulator)
+            case Accumulate(accumulator):
+                self.accumulate(accumulator)
+            case Finish(accumulator) if not accumulator.shared:
+                self.finish(accumulator)
+            case Keep(value, axes, shared):
+                self.keep(value, axes, shared=shared)
+            case Recall(value, axes, shared):
+                self.recall(value, axes, shared=shared)
+            case Store(output, access):
+                self.store(output.value, access)
+
+    def define(self, value: str, expression: str) -> None:
+        self.line(f"{self.names.value[value]} = {expression}")
+        self.scope.add(value)
+
+    def load(self, access: Access) -> None:
+        buffer = access.buffer
+        if buffer.name in self.scope:
+            return
+        address = f"p_{buffer.name}{self.offset(access.strides)}"
+        boolean = buffer.dtype is torch.bool
+        text = self.read(address, self.dims_of(access.strides), "0" if boolean else "0.0")
+        if boolean:
+            text = f"{text} != 0"
+        elif f"tl.{TYPES[buffer.dtype].replace('fp', 'float')}" != self.type:
+            text = f"{text}.to({self.type})"
+        self.define(buffer.name, text)
+
+    def store(self, value: str, access: Access) -> None:
+        address = f"p_{access.buffer.name}{self.offset(access.strides)}"
+        text = self.as_number(value)
+        if access.buffer.dtype is torch.bool:
+            text = self.as_truth(value)
+        self.write(address, text, self.dims_of(access.strides))
+
+    def compute(self, op: Op) -> None:
+        if op.name in self.scope:
+            return
+        if op.fn == "numel":
+            self.count(op.name, self.plan.numel[op.name])
+            return
+        fn, args = op.fn, [self.literal(arg) for arg in op.args]
+        if fn == "div" and not isinstance(args[1], str) and is_power_of_two(args[1]):
+            # The same number, without a division's slow path, which costs registers.
+            fn, args = "mul", [args[0], 1.0 / args[1]]
+        row = POINTWISE[fn]
+        bare = BARE.get(fn, ()) if any(isinstance(arg, str) for arg in args) else ()
+        texts = [
+            self.argument(arg, truth=str(k) in row.truth, bare=k in bare)
+            for k, arg in enumerate(args)
+        ]
+        self.define(op.name, row.triton.format(*texts))
+
+    def count(self, value: str, size: sympy.Expr) -> None:
+        """A number of elements of the compute type; a fixed one is a literal where it is used."""
+        others = [node for node in walk(self.stage.body) if not isinstance(node, Compute)]
+        if not size.is_number:
+            self.define(value, f"({index_expression(size)}).to({self.type})")
+        elif any(value in uses(node) for node in others):
+            self.define(value, f"tl.full([], {size}, {self.type})")
+
+    def literal(self, arg: Arg) -> Arg:
+        """An argument, as a literal if it is one or a fixed number of elements."""
+        size = self.plan.numel.get(arg) if isinstance(arg, str) else None
+        return arg if size is None or not size.is_number else float(size)
+
+    def argument(self, arg: Arg, *, truth: bool, bare: bool) -> str:
+        """An argument as its operation takes it: number or truth value, bare or pinned."""
+        if isinstance(arg, str):
+            return self.as_truth(arg) if truth else self.as_number(arg)
+        if truth:
+            return f"tl.full([], {bool(arg)}, tl.int1)"
+        text = number(float(arg))
+        return text if bare else f"tl.full([], {text}, {self.type})"
+
+    def as_number(self, value: str) -> str:
+        """A value as a number: a truth value is one or zero."""
+        name = self.names.value[value]
+        return f"{name}.to({self.type})" if value in self.truth else name
+
+    def as_truth(self, value: str) -> str:
+        name = self.names.value[value]
+        return name if value in self.truth else f"({name} != 0)"
+
+    # -- accumulators
+
+    def partial(self, accumulator: Accumulator) -> str:
+        """The address of a program's own partial result."""
+        name = accumulator.op.name
+        others = [axis for axis in self.tiles if axis.name not in accumulator.axes]
+        index = "share"
+        for axis in others:
+            count = self.tiles_text([axis], "tl.cdiv")
+            index = f"({index} * {count} + {self.coordinate(axis)})"
+        size = self.array_size(accumulator.axes)
+        many = times(f"shares_{self.number}", self.tiles_text(others, "triton.cdiv"))
+        self.parts[name] = (many, size)
+        index = index if size == "1" else f"{index} * {size}"
+        return f"parts_{name} + {index}{self.offset(self.array_strides(accumulator.axes))}"
+
+    def element(self, value: str) -> str:
+        """The address of a value's element in the array it is kept in."""
+        axes = self.varies[value]
+        return f"kept_{value}{self.offset(self.array_strides(axes))}"
+
+    def array(self, accumulator: Accumulator) -> str:
+        """The address of an accumulator's element in global memory."""
+        return (
+            self.partial(accumulator) if accumulator.shared else self.element(accumulator.op.name)
+        )
+
+    def reduced(self, accumulator: Accumulator) -> list[str]:
+        """The dimensions of a block that an accumulator reduces."""
+        own = self.dims_of(self.varies[operand(accumulator)])
+        return [dim for dim in self.dims_of(accumulator.op.axes) if dim in own]
+
+    def reduce(self, accumulator: Accumulator, text: str) -> str:
+        """A block reduced to what it leaves."""
+        dims, fn = self.reduced(accumulator), REDUCE[accumulator.op.fn]
+        own = self.dims_of(self.varies[operand(accumulator)])
+        if dims and dims == own:
+            return f"{fn}({text})"
+        for dim in reversed(dims):
+            text = f"{fn}({text}, axis={self.dims.index(dim)}, keep_dims=True)"
+        return text
+
+    def masked(self, accumulator: Accumulator) -> str:
+        """The value to add up, neutral beyond the ends of what is reduced."""
+        text = self.as_number(operand(accumulator))
+        mask = self.mask(self.reduced(accumulator))
+        return f"tl.where({mask}, {text}, {NEUTRAL[accumulator.op.fn]})" if mask else text
+
+    def loops_between(self, accumulator: Accumulator) -> bool:
+        """Whether values are added in a loop of the text, rather than all at once."""
+        return accumulator.shared or bool(self.streamed(accumulator.op.axes))
+
+    def begin(self, accumulator: Accumulator) -> None:
+        op = accumulator.op
+        neutral, streamed = NEUTRAL[op.fn], self.streamed(accumulator.axes)
+        if streamed:
+            address = self.array(accumulator)
+            if not accumulator.shared:
+                self.kept[op.name] = self.array_size(self.varies[op.name])
+            with self.over(streamed):
+                dims = self.dims_of(self.address_axes(accumulator))
+                self.write(address, f"tl.full({self.shape(dims)}, {neutral}, {self.type})", dims)
+            self.line("tl.debug_barrier()")
+        elif self.loops_between(accumulator):
+            dims = self.dims_of(self.varies[operand(accumulator)])
+            self.line(f"acc_{op.name} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
+
+    def address_axes(self, accumulator: Accumulator) -> Iterable[str]:
+        """The axes of an accumulator's array in global memory."""
+        return accumulator.axes if accumulator.shared else self.varies[accumulator.op.name]
+
+    def accumulate(self, accumulator: Accumulator) -> None:
+        op = accumulator.op
+        text, combine = self.masked(accumulator), COMBINE[op.fn]
+        if self.streamed(accumulator.axes):
+            address, dims = self.array(accumulator), self.dims_of(self.address_axes(accumulator))
+            text = self.reduce(accumulator, text)
+            self.write(address, combine.format(self.read(address, dims), text), dims)
+            self.line("tl.debug_barrier()")
+        elif self.loops_between(accumulator):
+            self.line(f"acc_{op.name} = {combine.format(f'acc_{op.name}', text)}")
+
+    def finish(self, accumulator: Accumulator) -> None:
+        if self.streamed(accumulator.axes):
+            return
+        looped = self.loops_between(accumulator)
+        text = f"acc_{accumulator.op.name}" if looped else self.masked(accumulator)
+        self.define(accumulator.op.name, self.reduce(accumulator, text))
+
+    def leave(self, accumulator: Accumulator) -> None:
+        """Writes a program's partial result, unless it was added up there."""
+        if self.streamed(accumulator.axes):
+            return
+        text = self.reduce(accumulator, f"acc_{accumulator.op.name}")
+        self.write(self.partial(accumulator), text, self.dims_of(accumulator.axes))
+
+    # -- arrays
+
+    def keep(self, value: str, axes: tuple[str, ...], *, shared: bool) -> None:
+        if not shared and not self.streamed(axes):
+            return
+        self.kept[value] = self.array_size(self.varies[value])
+        dims = self.dims_of(self.varies[value])
+        self.write(self.element(value), self.as_number(value), dims)
+        if not shared:
+            self.line("tl.debug_barrier()")
+
+    def recall(self, value: str, axes: tuple[str, ...], *, shared: bool) -> None:
+        if value in self.scope:
+            return
+        if value in self.combined:
+            self.combine(self.combined[value])
+            return
+        text = self.read(self.element(value), self.dims_of(self.varies[value]))
+        self.define(value, f"{text} != 0" if value in self.truth else text)
+
+    def combine(self, accumulator: Accumulator) -> None:
+        """Adds up the programs' partial results, always in the same order."""
+        op, parts = accumulator.op, self.blocks.parts
+        own = self.dims_of(accumulator.axes)
+        dims = [*(["part"] if parts > 1 else []), *own]
+        self.line(f"# {op.name} from the partial results of all programs")
+        neutral, count = NEUTRAL[op.fn], f"n_parts_{op.name}"
+        self.line(f"acc_{op.name} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
+        size = self.array_size(accumulator.axes)
+        head, step = ("part_0", f", {parts}") if parts > 1 else ("part", "")
+        with self.loop(f"for {head} in range(0, {count}{step}):"):
+            if parts > 1:
+                self.line(f"part = part_0 + {self.lanes('part')}")
+                self.line(f"mask_part = part < {count}")
+                self.masks["part"] = "mask_part"
+            index = "part" if size == "1" else f"part * {size}"
+            address = (
+                f"parts_{op.name} + {index}{self.offset(self.array_strides(accumulator.axes))}"
+            )
+            text = self.read(address, dims, neutral)
+            self.line(f"acc_{op.name} = {COMBINE[op.fn].format(f'acc_{op.name}', text)}")
+        self.masks.pop("part", None)
+        text = f"acc_{op.name}"
+        if parts > 1:
+            axis = f", axis={self.dims.index('part')}, keep_dims=True" if own else ""
+            text = f"{REDUCE[op.fn]}({text}{axis})"
+        self.define(op.name, text)

@@ -1,0 +1,113 @@
+"""Writes the ops of a region: values get names, equal ones are written once, and what does not
+change along an axis is not added up along it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sympy
+
+from normpass.passes.region import Arg, Op, format_arg, product
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from normpass.passes.domain import Domain
+    from normpass.passes.region import Output
+
+
+class OpWriter:
+    """The ops of one region, in the order in which they are written.
+
+    axis_names: of the domain's axes. varies: the axes that each value varies over.
+    """
+
+    def __init__(self, domain: Domain, axis_names: Mapping[int, str]) -> None:
+        self.domain = domain
+        self.axis_names = axis_names
+        self.ops: dict[tuple[Any, ...], Op] = {}
+        self.varies: dict[str, frozenset[int]] = {}
+        self.used: dict[str, int] = {}
+
+    def fresh(self, stem: str) -> str:
+        """A name that no value has yet."""
+        count = self.used.get(stem, 0)
+        self.used[stem] = count + 1
+        return f"{stem}_{count}" if count else stem
+
+    def input(self, stem: str, varies: Iterable[int]) -> str:
+        """The name of a value that comes from outside."""
+        name = self.fresh(stem)
+        self.varies[name] = frozenset(varies)
+        return name
+
+    def emit(self, fn: str, *args: Arg, axes: tuple[int, ...] = ()) -> Arg:
+        """A value; the one there is, where it was written before."""
+        if fn == "mul" and 1.0 in args:
+            return next((arg for arg in args if arg != 1.0), 1.0)
+        args = tuple(a if isinstance(a, str | bool) else float(a) for a in args)
+        key = (fn, *map(format_arg, args), axes)  # as text, where -0.0 is not 0.0
+        if key not in self.ops:
+            name = self.fresh(fn)
+            self.ops[key] = Op(name, fn, args, tuple(self.axis_names[axis] for axis in axes))
+            varies = frozenset().union(*(self.varies[a] for a in args if isinstance(a, str)))
+            self.varies[name] = varies - set(axes)
+        return self.ops[key].name
+
+    def live(self, outputs: Sequence[Output]) -> tuple[Op, ...]:
+        """The ops that outputs need (a variance nobody asks for is not computed)."""
+        wanted = {output.value for output in outputs}
+        live: list[Op] = []
+        for op in reversed(list(self.ops.values())):
+            if op.name in wanted:
+                wanted.update(arg for arg in op.args if isinstance(arg, str))
+                live.append(op)
+        return tuple(reversed(live))
+
+    # ---- reductions
+
+    def constant(self, value: Arg, axes: Sequence[int]) -> tuple[int, ...]:
+        """The axes along which a value does not change."""
+        varies = self.varies[value] if isinstance(value, str) else frozenset()
+        return tuple(axis for axis in axes if axis not in varies)
+
+    def reduce(self, fn: str, value: Arg, axes: tuple[int, ...]) -> Arg:
+        """A reduction; where a value does not change along an axis, what that comes to."""
+        constant = self.constant(value, axes)
+        assert not (constant and fn == "prod"), "a product of equal factors is not written"
+        changing = tuple(axis for axis in axes if axis not in constant)
+        if changing:
+            value = self.emit(fn, value, axes=changing)
+        if constant and fn == "sum":
+            value = self.emit("mul", value, self.count(constant))
+        return value
+
+    def mean(self, value: Arg, axes: tuple[int, ...]) -> Arg:
+        return self.emit("div", self.reduce("sum", value, axes), self.count(axes))
+
+    def variance(
+        self, value: Arg, axes: tuple[int, ...], correction: float | None
+    ) -> tuple[Arg, Arg]:
+        """A variance about the mean, and the mean."""
+        mean = self.mean(value, axes)
+        centred = self.emit("sub", value, mean)
+        total = self.reduce("sum", self.emit("mul", centred, centred), axes)
+        return self.emit("div", total, self.degrees(axes, correction)), mean
+
+    def count(self, axes: tuple[int, ...]) -> Arg:
+        """The number of elements that axes span: a number, or a value where it is known only at run
+        time.
+        """
+        total = sympy.sympify(product(self.domain.extent(axis) for axis in axes))
+        return float(total) if total.is_Integer else self.emit("numel", axes=axes)
+
+    def degrees(self, axes: tuple[int, ...], correction: float | None) -> Arg:
+        """Degrees of freedom of a variance; never negative."""
+        count = self.count(axes)
+        correction = 1 if correction is None else correction
+        if correction == 0:
+            return count
+        if isinstance(count, float):
+            return max(count - correction, 0.0)
+        return self.emit("maximum", self.emit("sub", count, float(correction)), 0.0)
