@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from normpass.benchmarks import compile_time
+from normpass.benchmarks import compile_time, vmap
 from normpass.benchmarks.cases import (
     DTYPES,
     NORMS,
@@ -33,46 +31,16 @@ from normpass.benchmarks.cases import (
     select,
     spell,
 )
+from normpass.benchmarks.machine import machine
 from normpass.benchmarks.measure import VARIANTS, Result, Timing, keep_freed_memory, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from normpass.benchmarks.cases import Shape
+
 RESULTS = Path("benchmarks/results")
 REPEATS = 50
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the numbers depend on: versions, processor, threads, date."""
-    cuda = torch.device(device).type == "cuda"
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("normpass", "torch", "triton")},
-        "device": device,
-        "cpu": cpu_name(),
-        "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def installed(package: str) -> str | None:
-    """The version of a package, None where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def means(results: Sequence[Result], variants: Sequence[str]) -> list[dict[str, Any]]:
@@ -167,7 +135,7 @@ def save(
 ) -> Path:
     """Write everything measured as JSON; the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {**machine(device), "freed_memory_kept": steady, "load": os.getloadavg()[0]}
+    about = {**machine(device), "freed_memory_kept": steady}
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     path = folder / f"{torch.device(device).type}-{stamp}.json"
     document = {
@@ -242,7 +210,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", type=shape, help="such as 4096x1024; repeatable", **more)
     parser.add_argument("--dtype", choices=list(DTYPES), help="repeatable", **more)
     parser.add_argument("--phase", choices=PHASES, help="repeatable", **more)
-    parser.add_argument("--repeats", type=int, help=f"samples of each variant, {REPEATS}")
+    counts = f"{REPEATS}; {vmap.REPEATS} with --vmap, {compile_time.REPEATS} with --compile-time"
+    parser.add_argument("--repeats", type=int, help=f"samples of each variant: {counts}")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU is used when there is one")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder, {RESULTS}")
     parser.add_argument(
@@ -251,16 +220,69 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="leave malloc alone: times then include page faults that depend on its history",
     )
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--compile-time",
+        action="store_true",
+        help="compile times of the demo's models instead, normpass against Inductor",
+    )
+    group.add_argument(
+        "--vmap",
+        action="store_true",
+        help="vmap(grad(batch_norm)) under Inductor instead, time and memory with normpass's rules "
+        f"registered against without; --shape is VxNxCxHxW, {spell(vmap.SHAPE)}",
+    )
     parser.add_argument(
-        "--compile-time", action="store_true", help="compile times of the demo's models instead"
+        "--registered",
+        action="store_true",
+        help='with --compile-time: backend="normpass" with its rules registered against without',
     )
     args = parser.parse_args(argv)
-    if args.repeats is not None and args.repeats < 2:
-        parser.error(f"--repeats must be at least 2, got {args.repeats}")
-    if args.shape and len(args.norm) != 1:
-        parser.error("--shape needs exactly one --norm, because norms differ in the axes they take")
+    wrong = complaint(args)
+    if wrong:
+        parser.error(wrong)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return args
+
+
+def complaint(args: argparse.Namespace) -> str | None:
+    """What does not go together in the options; None when all is well."""
+    if args.repeats is not None and args.repeats < 2:
+        return f"--repeats must be at least 2, got {args.repeats}"
+    if args.registered and not args.compile_time:
+        return "--registered needs --compile-time"
+    chosen = [f"--{name}" for name in ("norm", "dtype", "phase") if getattr(args, name)]
+    if args.vmap or args.compile_time:
+        command = "--vmap" if args.vmap else "--compile-time"
+        if chosen:
+            return f"{command} has nothing to choose by {', '.join(chosen)}"
+        return shape_complaint(args.shape, command)
+    if args.shape and len(args.norm) != 1:
+        return "--shape needs exactly one --norm, because norms differ in the axes they take"
+    return None
+
+
+def shape_complaint(shapes: Sequence[Shape], command: str) -> str | None:
+    """Of the two measurements that are not of a single norm one takes a shape, of five sizes."""
+    if not shapes:
+        return None
+    if command != "--vmap":
+        return f"{command} takes no --shape"
+    if len(shapes) > 1 or len(shapes[0]) != len(vmap.SHAPE):
+        given = ", ".join(map(spell, shapes))
+        return f"--vmap takes one --shape of five sizes, such as {spell(vmap.SHAPE)}, got {given}"
+    return None
+
+
+def instead(args: argparse.Namespace, console: Console) -> int:
+    """The measurements that are not of single norms."""
+    if args.vmap:
+        shape = args.shape[0] if args.shape else vmap.SHAPE
+        repeats = args.repeats or vmap.REPEATS
+        return vmap.run(console, args.device, repeats, args.out, shape, args.system_allocator)
+    variants = compile_time.REGISTERED if args.registered else compile_time.BACKENDS
+    repeats = args.repeats or compile_time.REPEATS
+    return compile_time.run(console, args.device, repeats, args.out, variants)
 
 
 def main(argv: Sequence[str] | None = None, variants: Sequence[str] = VARIANTS) -> int:
@@ -273,10 +295,8 @@ def main(argv: Sequence[str] | None = None, variants: Sequence[str] = VARIANTS) 
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
-    if args.compile_time:
-        return compile_time.run(
-            console, args.device, args.repeats or compile_time.REPEATS, args.out
-        )
+    if args.compile_time or args.vmap:
+        return instead(args, console)
     steady = not args.system_allocator and keep_freed_memory()
     if os.getloadavg()[0] > 0.5:
         console.print(

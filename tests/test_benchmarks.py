@@ -25,6 +25,7 @@ from normpass.benchmarks.cases import (
     spell,
 )
 from normpass.benchmarks.models import MODELS, build, digits
+from normpass.decomps.activate import is_registered
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,6 +214,14 @@ def test_bench_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         (["--shape", "4x8"], "exactly one --norm"),
         (["--norm", "softmax", "--shape", "4y8"], "such as 4096x1024"),
         (["--repeats", "1"], "at least 2"),
+        (["--registered"], "--registered needs --compile-time"),
+        (["--registered", "--vmap"], "--registered needs --compile-time"),
+        (["--vmap", "--compile-time"], "not allowed with"),
+        (["--vmap", "--norm", "softmax", "--phase", "backward"], "by --norm, --phase"),
+        (["--compile-time", "--dtype", "float32"], "by --dtype"),
+        (["--compile-time", "--shape", "4x8"], "takes no --shape"),
+        (["--vmap", "--shape", "2x3x4"], "five sizes, such as 8x16x64x28x28, got 2x3x4"),
+        (["--vmap", *["--shape", "2x3x4x5x5"] * 2], "one --shape"),
     ):
         with pytest.raises(SystemExit):
             bench.parse(argv)
@@ -323,3 +332,52 @@ def test_a_failed_compilation_is_told() -> None:
     ) as failure:
         compile_time.in_fresh_process("no_such_model", "inductor", "cpu")
     assert "KeyError" in str(failure.value)
+
+
+def test_compile_time_with_the_rules_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fake(name: str, variant: str, device: str) -> float:
+        asked.append((name, variant))
+        return {"normpass": 4.0, "normpass+registered": 5.0}[variant]
+
+    monkeypatch.setattr(compile_time, "in_fresh_process", fake)
+    argv = ["--compile-time", "--registered", "--device", "cpu", "--out", str(tmp_path)]
+    assert bench.main(argv) == 0
+    assert len(asked) == 2 * 3 * len(MODELS)
+    assert {name for name, _ in asked} == set(MODELS)
+    assert [variant for _, variant in asked[:6]] == [
+        *("normpass", "normpass+registered"),
+        *("normpass+registered", "normpass"),
+        *("normpass", "normpass+registered"),
+    ]
+    document = json.loads((tmp_path / "cpu-compile-time-registered.json").read_text())
+    assert document["ratio"] == pytest.approx(1.25)
+    assert document["machine"]["versions"]["torch"] == torch.__version__
+    assert not (tmp_path / "cpu-compile-time.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("variant", "registered"),
+    [("inductor", False), ("normpass", False), ("normpass+registered", True)],
+)
+def test_rules_are_registered_while_one_variant_compiles(
+    variant: str, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def compiled(model: torch.nn.Module, backend: str) -> torch.nn.Module:
+        seen.append((backend, is_registered()))
+        return model
+
+    def step(*args: object) -> None:
+        seen.append((variant, is_registered()))
+
+    monkeypatch.setattr(compile_time, "warm_up_compiler", lambda device: None)
+    monkeypatch.setattr(compile_time, "compiled", compiled)
+    monkeypatch.setattr(compile_time, "train_step", step)
+    compile_time.compile_seconds("resnet", variant, "cpu")
+    assert seen == [(variant.partition("+")[0], registered), *[(variant, registered)] * 4]
+    assert not is_registered()

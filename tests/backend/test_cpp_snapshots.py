@@ -53,14 +53,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def decisions(name: str, dynamic: bool) -> list[Fused]:
-    build, shape = CASES[name]
+    return fused(*CASES[name], dynamic, backward=name != "layer_norm_double_backward")
+
+
+def fused(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], dynamic: bool, *, backward: bool
+) -> list[Fused]:
     model: Any = torch.compile(
         build(),
         backend="normpass",
         dynamic=dynamic,
         options={"least_bytes": 0, "inductor": {"fx_graph_cache": False}},
     )
-    x = torch.randn(shape, requires_grad=name != "layer_norm_double_backward")
+    x = torch.randn(shape, requires_grad=backward)
     with record.listen() as heard:
         y = model(x)
         if x.requires_grad:
@@ -78,3 +83,10 @@ def test_regions_and_kernels(name: str, dynamic: bool) -> None:
     assert_snapshot(f"regions/{name}_{kind}.txt", "\n\n".join(texts))
     kernels = [f"// {decision.phase}\n{kernel_source(decision)}" for decision in made]
     assert_snapshot(f"cpp/{name}_{kind}.txt", "\n\n".join(kernels))
+
+
+def test_a_kernel_that_takes_two_rows_at_a_time() -> None:
+    """Rows of 128 KiB: four of them would not fit in a core's own cache."""
+    made = fused(lambda: nn.LayerNorm(32768), (64, 32768), False, backward=True)
+    (backward,) = (decision for decision in made if decision.phase == "backward")
+    assert_snapshot("cpp/layer_norm_two_rows.txt", f"// backward\n{kernel_source(backward)}")

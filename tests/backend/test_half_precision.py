@@ -5,20 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normpass.backend.runtime import kernel
+from normpass.backend.runtime import ELEMENTS_PER_WORKER, Kernel, kernel
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 by_dtype = pytest.mark.parametrize("name", DTYPES)
-# Rows of 19 leave a remainder beside whole vectors; rows of 64 let stores go past the caches.
+CAST = """\
+region cast
+axes    r=? c={width}
+input   x: {source}[r c]
+neg     = neg(x)
+neg_1   = neg(neg)
+output  y: {target}[r c] = neg_1"""
+# Rows of 19 leave a remainder beside whole vectors; rows of 64 have none.
 by_width = pytest.mark.parametrize("width", [19, 64])
 
 
 def cast(x: torch.Tensor, source: str, target: str) -> torch.Tensor:
     """What a kernel makes of x: *n when it loads one dtype and stores another."""
-    text = (
-        f"region cast\naxes    r=? c={x.shape[1]}\ninput   x: {source}[r c]\n"
-        f"neg     = neg(x)\nneg_1   = neg(neg)\noutput  y: {target}[r c] = neg_1"
-    )
+    text = CAST.format(source=source, width=x.shape[1], target=target)
     return kernel(text)([x], [x.shape[0]])[0]
 
 
@@ -57,7 +61,31 @@ def test_numbers_are_rounded_to_nearest_even(name: str, width: int) -> None:
     assert_same(cast(x, "f32", name), right)
 
 
-@by_dtype
-def test_many_numbers_are_written_past_the_caches(name: str) -> None:
-    x = torch.randn(1 << 13, 1 << 11, generator=torch.Generator().manual_seed(0)).to(DTYPES[name])
-    assert_same(cast(x, name, name), x)
+FLOATS = {**DTYPES, "f32": torch.float32}
+# Whole vectors in every row; whole ones that lie aligned in every other row only; a remainder; no
+# whole vector at all.
+WIDTHS = (64, 72, 83, 5)
+
+
+@pytest.mark.parametrize("past_caches", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [*((name, name) for name in FLOATS), ("f32", "bf16"), ("f32", "f16")],
+)
+def test_numbers_are_the_same_written_past_the_caches(
+    source: str, target: str, threads: int, past_caches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of this machine's caches: none keep nothing, huge ones everything."""
+    own_cache = 0 if past_caches else 1 << 40
+    monkeypatch.setattr("normpass.backend.runtime.private_cache", lambda: own_cache)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    region = Kernel(CAST.format(source=source, width="?", target=target))
+    for width in WIDTHS:
+        rows = 2 * ELEMENTS_PER_WORKER // width + 1  # work for two, and an odd number of rows
+        rows += 1 - rows % 2
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(width))
+        x = x.to(FLOATS[source])
+        (y,) = region([x], [rows, width])
+        assert region._launches[rows, width].past_caches is past_caches
+        assert_same(y, x.to(FLOATS[target]))

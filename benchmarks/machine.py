@@ -1,0 +1,46 @@
+"""What numbers depend on, to be saved beside them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Versions, processor, threads, date, and how busy the machine is."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": {name: installed(name) for name in ("normpass", "torch", "triton")},
+        "device": device,
+        "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

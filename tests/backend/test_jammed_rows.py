@@ -1,0 +1,182 @@
+"""Kernels that take several rows at a time: as many as they should, and right for every number of
+rows, whether it is a multiple of that or leaves some over.
+
+The reference is float64 mathematics from primitives (oracles.py); the error allowed is eager's own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import oracles
+import pytest
+import torch
+from compiled import compile_fused, no_recompiles
+from torch import nn
+
+from normpass.backend import record
+from normpass.backend.codegen import cpp
+from normpass.backend.explain import kernel_source
+from normpass.backend.plan import make_plan
+from normpass.backend.runtime import Kernel
+from normpass.passes.pipeline import Fused
+from normpass.passes.region import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+EPS = 1e-5
+PAIRED, FOURFOLD = 32768, 2048  # float32 rows of 128 KiB and of 8 KiB
+THREADS = (1, 2, 3)  # one has all the rows; two or three have shares with remainders of their own
+by_threads = pytest.mark.parametrize("threads", THREADS)
+# The mean along each row is taken off it; ADDED sums the result over the rows as well.
+CENTRED = """\
+region centred
+axes    r=? c={width}
+input   x: {dtype}[r c]
+sum     = sum[c](x)
+mean    = div(sum, {width})
+sub     = sub(x, mean)"""
+ADDED = """
+sum_1   = sum[r](sub)"""
+OUTPUT = """
+output  y: {dtype}[r c] = sub"""
+TOTAL = """
+output  total: {dtype}[c] = sum_1"""
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return oracles.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return oracles.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+NORMS: dict[str, tuple[type[nn.LayerNorm | nn.RMSNorm], Callable[..., Tensor]]] = {
+    "layer_norm": (nn.LayerNorm, layer_norm),
+    "rms_norm": (nn.RMSNorm, rms_norm),
+}
+
+
+def together(source: str) -> int:
+    """How many rows a kernel takes at a time; what is left over it takes one by one."""
+    counts = [int(n) for n in re.findall(r"rows\.template operator\(\)<(\d+)>", source)]
+    if not counts:
+        return 1
+    many, one = counts
+    assert one == 1
+    return many
+
+
+def text_of(width: int, dtype: str, *, added: bool) -> str:
+    text = CENTRED + ADDED + OUTPUT + TOTAL if added else CENTRED + OUTPUT
+    return text.format(width=width, dtype=dtype)
+
+
+def numbers(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """An input and a gradient; no row resembles another."""
+    generator = torch.Generator().manual_seed(rows)
+    scale = torch.arange(1, rows + 1).unsqueeze(1) * 0.7
+    x = torch.randn(rows, width, generator=generator) * scale + scale.flip(0)
+    return x, torch.randn(rows, width, generator=generator)
+
+
+def results(
+    function: Callable[..., Tensor], module: nn.Module, x: Tensor, g: Tensor
+) -> list[Tensor]:
+    """Output, then the gradients of x and of the parameters."""
+    x = x.detach().requires_grad_()
+    if len(x) > 1:
+        torch._dynamo.mark_dynamic(x, 0)
+    y = function(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], g)]
+
+
+@pytest.mark.parametrize(
+    ("width", "forward", "backward", "counts"),
+    [(PAIRED, 2, 2, (3, 5, 7, 4, 1)), (FOURFOLD, 1, 4, (*range(2, 10), 16, 33, 1))],
+    ids=["two", "four"],
+)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(
+    name: str,
+    width: int,
+    forward: int,
+    backward: int,
+    counts: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of 8 KiB go together where they are added to arrays, as the backward's are."""
+    build, oracle = NORMS[name]
+    module = build(width, eps=EPS)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, mean=1.0, std=0.3)
+    function = compile_fused(module, dynamic=None)
+
+    def check(rows: int) -> None:
+        x, g = numbers(rows, width)
+        parameters = [p.detach() for p in module.parameters()]
+        exact = oracle(x.double(), *(p.double() for p in parameters))
+        right = [exact, *oracles.gradients(oracle, g, x, *parameters)]
+        ours, theirs = results(function, module, x, g), results(module, module, x, g)
+        for k, (mine, other, reference) in enumerate(zip(ours, theirs, right, strict=True)):
+            assert reference is not None
+            oracles.assert_no_less_accurate(mine, other, reference, f"result {k} of {rows} rows")
+
+    first, *others, single = counts
+    with record.listen() as heard:
+        check(first)
+    made = {d.phase: together(kernel_source(d)) for d in heard if isinstance(d, Fused)}
+    assert made == {"forward": forward, "backward": backward}
+    with no_recompiles():
+        for threads in THREADS:
+            monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
+            for rows in (first, *others):
+                check(rows)
+    check(single)  # has a graph of its own, without an axis of rows
+
+
+@by_threads
+@pytest.mark.parametrize("past_caches", [True, False])
+@pytest.mark.parametrize(("width", "jam"), [(PAIRED, 2), (FOURFOLD, 4)])
+def test_any_number_of_rows(
+    width: int, jam: int, past_caches: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel for none, for one, for fewer than go together, and for some left over."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    own_cache = 0 if past_caches else 1 << 40
+    monkeypatch.setattr("normpass.backend.runtime.private_cache", lambda: own_cache)
+    kernel = Kernel(text_of(width, "f32", added=True))
+    assert together(kernel.source) == jam
+    for rows in (0, 1, 2, 3, 4, 5, 7, 9, 22):
+        x, _ = numbers(rows, width)
+        y, total = kernel([x], [rows])
+        # Without rows there is still the total to be written.
+        assert kernel._launches[rows,].past_caches is past_caches
+        exact = x.double() - x.double().mean(1, keepdim=True)
+        eager = x - x.mean(1, keepdim=True)
+        oracles.assert_no_less_accurate(y, eager, exact, f"{rows} rows")
+        oracles.assert_no_less_accurate(total, eager.sum(0), exact.sum(0), f"total of {rows} rows")
+
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("f64", 8), ("bf16", 4)])
+@pytest.mark.parametrize("added", [False, True])
+def test_how_many_rows_go_together(dtype: str, size: int, added: bool) -> None:
+    """By the bytes of a row in the type that is computed in, at and just below each bound."""
+
+    def jam(bytes_per_row: int) -> int:
+        region = parse(text_of(bytes_per_row // size, dtype, added=added))
+        return together(cpp.generate(make_plan(region)))
+
+    start = (8 if added else 16) * KIB
+    assert jam(start - size) == 1
+    assert jam(start) == jam(96 * KIB - size) == 4
+    assert jam(96 * KIB) == jam(256 * KIB - size) == 2
+    assert jam(256 * KIB) == 4
