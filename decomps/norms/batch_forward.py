@@ -7,6 +7,7 @@ go through them.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,7 @@ def _rule(name: str, why: str = "", **fixed: Any) -> None:
     if op is None:
         return
 
+    @wraps(_normalize)
     def composition(*args: Any) -> tuple[Tensor, ...]:
         given = in_order(op, args, FORWARD, **fixed)
         y, mean, rstd = _normalize(*given)
@@ -88,7 +90,6 @@ def _rule(name: str, why: str = "", **fixed: Any) -> None:
         reserve = (y.new_empty(0, dtype=torch.uint8),) if has_reserve(op) else ()
         return y, mean, rstd, *reserve
 
-    composition.__doc__ = "See `_normalize`."
     source = f"{SOURCE}: batch_norm_cpu"
     register_rule("autograd", op, source=source, shapes=SHAPES, why=why)(composition)
 
