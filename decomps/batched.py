@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from normpass.decomps.axes import pad_to_rank
 from normpass.decomps.conventions import working_dtype
+from normpass.decomps.registry import find_op, register_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +25,25 @@ if TYPE_CHECKING:
 
     Outputs = tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]
     BatchingRule = Callable[..., Outputs]
+
+
+def batching_rule(
+    op: OpOverload | str, *, source: str, shapes: str, why: str = ""
+) -> Callable[[BatchingRule], BatchingRule]:
+    """Decorator: enters the batching rule of an operator, asked where an argument is batched.
+
+    `op` may be a string where some supported version of torch lacks the operator: there the rule
+    does not exist.
+    """
+
+    def decorate(rule: BatchingRule) -> BatchingRule:
+        found = find_op(op) if isinstance(op, str) else op
+        if found is None:
+            return rule
+        guarded = unless_unbatched(found)(rule)
+        return register_rule("batching", found, source=source, shapes=shapes, why=why)(guarded)
+
+    return decorate
 
 
 def unless_unbatched(op: OpOverload) -> Callable[[BatchingRule], BatchingRule]:
@@ -81,3 +101,28 @@ def trailing(value: Tensor, rank: int) -> Tensor:
     """value: v *d -> v 1 1 ... *d, against an x: v *n *d of this rank."""
     batch, *sizes = value.shape
     return value.view(batch, *(1,) * (rank - value.dim()), *sizes)
+
+
+def example_sizes(x: Tensor, dim: int | None) -> list[int]:
+    """The sizes of one example."""
+    sizes = list(x.shape)
+    if dim is not None:
+        del sizes[dim]
+    return sizes
+
+
+def check_rank(x: Tensor, dim: int | None, normalized_shape: Sequence[int]) -> None:
+    """The norm may not reach into the batch axis, which the operator itself cannot know."""
+    sizes = example_sizes(x, dim)
+    if len(sizes) < len(normalized_shape):
+        expected = ", ".join(str(size) for size in normalized_shape)
+        raise RuntimeError(
+            f"Given normalized_shape=[{expected}], expected input with shape [*, {expected}], but "
+            f"got input of size{sizes}"
+        )
+
+
+def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x_hat * weight + bias, of which None is left out."""
+    y = x_hat if weight is None else x_hat * weight
+    return y if bias is None else y + bias

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from normpass.decomps.axes import aligned
+from normpass.decomps.axes import aligned, outer_and_inner
 from normpass.decomps.conventions import Result, like
 from normpass.decomps.derivatives.norms import (
     MANUAL,
@@ -172,3 +172,54 @@ def group_norm_invstd_jvp(
     input_t = input_t.unflatten(1, (groups, -1))
     centred = input_t - norm.mean(input_t)
     return -(invstd_p * invstd_p) * (norm.x_hat * centred).mean(norm.axes)
+
+
+@formula(
+    "jvp",
+    "rms_norm_jvp(Tensor input_p, Tensor? input_t, Tensor? weight_p, Tensor? weight_t, "
+    "Tensor saved_rstd, SymInt[] normalized_shape) -> Tensor",
+    source=f"{MANUAL}: rms_norm_jvp",
+    shapes="input_p: *n *d, input_t: *n *d, weight_p: *d, weight_t: *d, saved_rstd: *n 1 "
+    "-> y_t: *n *d",
+    results=(Result(like("input_p"), None),),
+    zeros=("input_t", "weight_t"),
+    ones=("weight_p",),
+)
+def rms_norm_jvp(
+    input_p: Tensor,
+    input_t: Tensor,
+    weight_p: Tensor,
+    weight_t: Tensor,
+    saved_rstd: Tensor,
+    normalized_shape: Sequence[int],
+) -> Tensor:
+    """y = x_hat * weight,  x_hat = x * rstd
+
+    x_hat_t = rstd * (x_t - x_hat * mean_d(x_t * x_hat))
+    y_t     = x_hat_t * weight + x_hat * weight_t
+    """
+    _, inner = outer_and_inner(input_p, normalized_shape)
+    x_hat = input_p * saved_rstd
+    x_hat_t = saved_rstd * (input_t - x_hat * (input_t * x_hat).mean(inner, keepdim=True))
+    return x_hat_t * weight_p + x_hat * weight_t
+
+
+@formula(
+    "jvp",
+    "rms_norm_rstd_jvp(Tensor input_p, Tensor? input_t, Tensor saved_rstd, "
+    "SymInt[] normalized_shape) -> Tensor",
+    source=f"{MANUAL}: rms_norm_rstd_jvp",
+    shapes="input_p: *n *d, input_t: *n *d, saved_rstd: *n 1 -> rstd_t: *n 1",
+    results=(Result(like("saved_rstd"), None),),
+    zeros=("input_t",),
+)
+def rms_norm_rstd_jvp(
+    input_p: Tensor, input_t: Tensor, saved_rstd: Tensor, normalized_shape: Sequence[int]
+) -> Tensor:
+    """rstd = (mean_d(x^2) + eps)^(-1/2),  x_hat = x * rstd
+
+    rstd_t = -rstd^2 * mean_d(x_hat * x_t)
+    """
+    _, inner = outer_and_inner(input_p, normalized_shape)
+    x_hat = input_p * saved_rstd
+    return -(saved_rstd * saved_rstd) * (x_hat * input_t).mean(inner, keepdim=True)

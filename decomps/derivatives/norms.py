@@ -1,7 +1,9 @@
-"""Reverse derivatives of the norms: double backwards, and group norm's backward to any order.
+"""Reverse derivatives of the norms: double backwards, and backwards to any order.
 
 All of them are about x_hat = (x - mean) * rstd, whose derivative, mean and rstd being functions
-of x, is symmetric: one expression, `pull`, is in every formula.
+of x, is symmetric: one expression, `pull`, is in every formula. RMS norm's is x_hat = x * rstd.
+
+Instance norm has no formulas, here as upstream: it is batch norm on a view of x as 1, n * c, *.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from normpass.decomps.axes import (
     outer_and_inner,
     pad_to_rank,
     per_channel,
+    size_of,
     sum_over,
 )
 from normpass.decomps.conventions import Result, like
@@ -265,3 +268,36 @@ def infinitely_differentiable_native_group_norm_backward(
     through_statistics = spread(dmean, x_hat.shape) - drstd * rstd * rstd * x_hat
     dX = rstd * (g * weight - a - x_hat * b) + through_statistics / m
     return dX.flatten(1, 2), gx.sum(0).flatten(), gs.sum(0).flatten()
+
+
+@formula(
+    "vjp",
+    "infinitely_differentiable_native_rms_norm_backward(Tensor? dY, Tensor? drstd, Tensor input, "
+    "SymInt[] normalized_shape, Tensor rstd, Tensor? weight_opt, bool[2] grad_input_mask) "
+    "-> (Tensor, Tensor)",
+    source=f"{MANUAL}: infinitely_differentiable_native_rms_norm_backward",
+    shapes="dY: *n *d, drstd: *n 1, input: *n *d, rstd: *n 1, weight_opt: *d "
+    "-> dinput: *n *d, dweight: *d",
+    results=(Result(like("input"), None), Result(like("weight_opt"), None)),
+    zeros=("dY", "drstd"),
+    ones=("weight_opt",),
+)
+def infinitely_differentiable_native_rms_norm_backward(
+    dY: Tensor,
+    drstd: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight_opt: Tensor,
+    grad_input_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """y = x_hat * weight,  x_hat = x * rstd,  rstd = (mean_d(x^2) + eps)^(-1/2),  g = dY
+
+    dinput  = rstd * (g * weight - x_hat * mean_d(g * weight * x_hat)) - drstd * rstd^2 * x_hat / d
+    dweight = sum_n(g * x_hat)
+    """
+    outer, inner = outer_and_inner(input, normalized_shape)
+    x_hat, gw = input * rstd, dY * weight_opt
+    through_y = rstd * (gw - x_hat * (gw * x_hat).mean(inner, keepdim=True))
+    dinput = through_y - drstd * (rstd * rstd * x_hat / size_of(input, inner))
+    return dinput, sum_over(dY * x_hat, outer)

@@ -22,6 +22,8 @@ MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 # Functions of the ledger's files that rules name and the ledger does not have.
 EXPLAINED = {
     "infinitely_differentiable_native_rms_norm_backward": "newer than the ledger",
+    "rms_norm_jvp": "newer than the ledger",
+    "rms_norm_rstd_jvp": "newer than the ledger",
 }
 
 

@@ -126,7 +126,7 @@ def test_batch_norm_as_a_composition(dtype: torch.dtype, training: bool) -> None
         {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     )
     for ours, stock in zip(*reversed(runs), strict=True):
-        torch.testing.assert_close(ours, stock, check_dtype=False, **tolerance)
+        torch.testing.assert_close(ours, stock, check_dtype=True, **tolerance)
 
 
 W, B = torch.linspace(0.5, 2, 6).double(), torch.linspace(-1, 1, 6).double()

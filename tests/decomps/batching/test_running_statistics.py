@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from normpass.decomps.registry import batch_rule
+from normpass.decomps.registry import batch_rule, find_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +39,16 @@ def batched(dims: Dims) -> tuple[Tensor, Tensor, Tensor]:
     return x, mean, var
 
 
-def rule(dims: Dims, x: Tensor, mean: Tensor | None, var: Tensor | None) -> Any:
-    in_dims = (dims[0], None, None, *dims[1:], None, None, None)
-    return batch_rule(aten.native_batch_norm)(INFO, in_dims, x, None, None, mean, var, *SETTINGS)
+def rule(
+    dims: Dims,
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    op: Any = aten.native_batch_norm,
+    settings: tuple[Any, ...] = SETTINGS,
+) -> Any:
+    in_dims = (dims[0], None, None, *dims[1:], *(None,) * len(settings))
+    return batch_rule(op)(INFO, in_dims, x, None, None, mean, var, *settings)
 
 
 def example(value: Tensor, dim: int | None, i: int) -> Tensor:
@@ -72,14 +79,52 @@ def test_running_statistics_are_updated_in_place(dims: Dims) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("which", [1, 2])
-def test_one_running_statistic_alone_is_updated(which: int) -> None:
-    dims = (1, -1, -1)
+# cuDNN's and MIOpen's have no kernel for the CPU: the loop is native_batch_norm's for all of them.
+SPELLINGS = {
+    "legit": ("aten._native_batch_norm_legit.default", SETTINGS),
+    "with update": ("aten._batch_norm_with_update.default", SETTINGS[1:]),
+    "cudnn": ("aten.cudnn_batch_norm.default", SETTINGS),
+    "miopen": ("aten.miopen_batch_norm.default", SETTINGS),
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), SPELLINGS.values(), ids=SPELLINGS)
+@pytest.mark.parametrize("dims", [(0, 0, 0), (1, -1, 0), (None, 0, -1)], ids=str)
+def test_other_operators_update_them_too(name: str, settings: tuple[Any, ...], dims: Dims) -> None:
+    op = find_op(name)
+    if op is None:
+        pytest.skip(f"this torch has no {name}")
     ours = batched(dims)
     theirs = [value.clone() for value in ours]
-    rule(dims, ours[0], *(value if i == which else None for i, value in enumerate(ours) if i))
-    loop(dims, *theirs)  # the kernel wants both
-    assert_same([ours[which]], [theirs[which]])
+    outs, out_dims = rule(dims, *ours, op, settings)
+    expected = loop(dims, *theirs)
+    assert_same((out.expand(e.shape) for out, e in zip(outs[:3], expected, strict=True)), expected)
+    assert_same(ours, theirs)
+    assert [(v.dtype, v.shape) for v in outs[3:]] == [(torch.uint8, (0,))] * (len(outs) - 3)
+    assert not any(out_dims[3:])
+
+
+def test_a_functional_operator_updates_nothing() -> None:
+    """Running statistics that examples share are no error there: the new ones are results."""
+    x, mean, var = batched((0, None, 0))
+    before = mean.clone(), var.clone()
+    op = aten._native_batch_norm_legit_functional.default
+    outs, out_dims = rule((0, None, 0), x, mean, var, op)
+    assert_same((mean, var), before)
+    assert out_dims == (0,) * 5
+    expected = [op(x[i], None, None, mean, var[i], *SETTINGS) for i in range(V)]
+    assert_same(outs, map(torch.stack, zip(*expected, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_averaged_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    x, mean, var = (value.to(dtype) for value in batched((0, 0, 0)))
+    exact = [value.double() for value in (x, mean, var)]
+    rule((0, 0, 0), x, mean, var)
+    loop((0, 0, 0), *exact)
+    for ours, right in zip((mean, var), exact[1:], strict=True):
+        assert ours.dtype == dtype
+        assert (ours - right).abs().max() <= torch.finfo(dtype).eps * right.abs().max()
 
 
 def test_a_running_statistic_that_nothing_batched_reaches_is_updated_once() -> None:
