@@ -100,9 +100,9 @@ def linalg_cross(self: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
 def _viewed(op: Any) -> Callable[..., Tensor]:
     """A view of a zero is a zero: the kernels that fake tensors have say so, as for other views."""
 
-    def view(*args: Any, **kwargs: Any) -> Tensor:
+    def view(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(DispatchKey.ZeroTensor)):
-            viewed: Tensor = op(*args, **kwargs)
+            viewed: Tensor = op(self, *args, **kwargs)
         return viewed
 
     return view

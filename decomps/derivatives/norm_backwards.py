@@ -6,24 +6,27 @@ saved statistics are constants; here they are the functions of the input that th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from normpass.decomps.axes import all_but, outer_and_inner
 from normpass.decomps.conventions import working
+from normpass.decomps.norms.spellings import BACKWARD, in_order, own_names
 from normpass.decomps.registry import derivative, find_op, register_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     Grads = Sequence[Tensor | None]
     Mask = Sequence[bool]
-    Rule = Callable[..., dict[str, Tensor | None]]
 
-SOURCE = "tools/autograd/derivatives.yaml: {}"
+aten = torch.ops.aten
+
+SOURCE = "tools/autograd/derivatives.yaml"
 ALL = (True, True, True)
 
 
@@ -39,19 +42,11 @@ def statistics(x: Tensor, rstd: Tensor, reduced: Sequence[int]) -> tuple[Tensor,
     return mean, torch.rsqrt(var + eps)
 
 
-def _rule(op: str, shapes: str) -> Callable[[Rule], Rule]:
-    """Enters f(grads, *args) -> gradients of the operator's arguments, by name."""
-    found = find_op(op)
-    if found is None:
-        return lambda function: function
-    return register_rule(
-        "double_backward", found, source=SOURCE.format(op.split(".")[1]), shapes=shapes
-    )
-
-
-@_rule(
-    "aten.native_layer_norm_backward.default",
-    "grad_out: *n *d, input: *n *d, mean: *n 1, rstd: *n 1, weight: *d, bias: *d "
+@register_rule(
+    "double_backward",
+    aten.native_layer_norm_backward.default,
+    source=f"{SOURCE}: native_layer_norm_backward",
+    shapes="grad_out: *n *d, input: *n *d, mean: *n 1, rstd: *n 1, weight: *d, bias: *d "
     "-> dgrad_out: *n *d, dinput: *n *d, dweight: *d",
 )
 def layer_norm(
@@ -65,7 +60,7 @@ def layer_norm(
     bias: Tensor | None,
     output_mask: Mask,
 ) -> dict[str, Tensor | None]:
-    """See layer_norm_double_backward."""
+    """The gradients of the arguments, by name: see layer_norm_double_backward."""
     _, inner = outer_and_inner(input, normalized_shape)
     formula = derivative("layer_norm_double_backward")
     dx, dweight, dgrad = formula(
@@ -74,12 +69,7 @@ def layer_norm(
     return {"grad_out": dgrad, "input": dx, "weight": dweight}
 
 
-@_rule(
-    "aten.native_batch_norm_backward.default",
-    "grad_out: n c *s, input: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
-    "save_invstd: c -> dgrad_out: n c *s, dinput: n c *s, dweight: c",
-)
-def batch_norm(
+def _batch_norm(
     grads: Grads,
     grad_out: Tensor,
     input: Tensor,
@@ -92,7 +82,7 @@ def batch_norm(
     eps: float,
     output_mask: Mask,
 ) -> dict[str, Tensor | None]:
-    """See batchnorm_double_backward."""
+    """The gradients of the arguments, by name: see batchnorm_double_backward."""
     if train and save_invstd is not None:
         rank = input.dim()
         stats = statistics(input, save_invstd.view(-1, *(1,) * (rank - 2)), all_but(input, 1))
@@ -105,72 +95,27 @@ def batch_norm(
     return {"grad_out": dgrad, "input": dx, "weight": dweight}
 
 
-@_rule(
-    "aten.cudnn_batch_norm_backward.default",
-    "input: n c *s, grad_output: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
-    "save_var: c, reserveSpace: r -> dgrad_output: n c *s, dinput: n c *s, dweight: c",
-)
-def cudnn_batch_norm(
-    grads: Grads,
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-    reserveSpace: Tensor,
-) -> dict[str, Tensor | None]:
-    """See batchnorm_double_backward; save_var is the inverse of the standard deviation."""
-    given = (running_mean, running_var, save_mean, save_var, epsilon)
-    return miopen_batch_norm(grads, input, grad_output, weight, *given)
+def _rule(name: str, **fixed: Any) -> None:
+    """Enters `_batch_norm` for an operator; fixed: the arguments that it does not have."""
+    op = find_op(name)
+    if op is None:
+        return
+    own = own_names(op)
 
-
-@_rule(
-    "aten.miopen_batch_norm_backward.default",
-    "input: n c *s, grad_output: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
-    "save_var: c -> dgrad_output: n c *s, dinput: n c *s, dweight: c",
-)
-def miopen_batch_norm(
-    grads: Grads,
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-) -> dict[str, Tensor | None]:
-    """See batchnorm_double_backward; save_var is the inverse of the standard deviation."""
-    saved = (save_mean, save_var, True, epsilon, ALL)
-    found = batch_norm(grads, grad_output, input, weight, running_mean, running_var, *saved)
-    found["grad_output"] = found.pop("grad_out")
-    return found
-
-
-@_rule(
-    "aten.batch_norm_backward.default",
-    "grad_out: n c *s, input: n c *s, weight: c, running_mean: c, running_var: c, save_mean: c, "
-    "save_var: c, reserve: r -> dgrad_out: n c *s, dinput: n c *s, dweight: c",
-)
-def batch_norm_with_update(
-    grads: Grads,
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    update: bool,
-    eps: float,
-    output_mask: Mask,
-    reserve: Tensor,
-) -> dict[str, Tensor | None]:
-    """See batchnorm_double_backward; save_var is the inverse of the standard deviation."""
-    running = (running_mean, running_var)
-    return batch_norm(
-        grads, grad_out, input, weight, *running, save_mean, save_var, update, eps, output_mask
+    @register_rule(
+        "double_backward",
+        op,
+        source=f"{SOURCE}: {name.split('.')[1]}",
+        shapes="grad_out: n c *s, input: n c *s, weight: c, running_mean: c, running_var: c, "
+        "save_mean: c, save_invstd: c -> dgrad_out: n c *s, dinput: n c *s, dweight: c",
     )
+    @wraps(_batch_norm)
+    def rule(grads: Grads, *args: Any) -> dict[str, Tensor | None]:
+        found = _batch_norm(grads, *in_order(op, args, BACKWARD, **fixed))
+        return {own[name]: value for name, value in found.items()}
+
+
+_rule("aten.native_batch_norm_backward.default")
+_rule("aten.batch_norm_backward.default")
+_rule("aten.cudnn_batch_norm_backward.default", train=True, output_mask=ALL)
+_rule("aten.miopen_batch_norm_backward.default", train=True, output_mask=ALL)

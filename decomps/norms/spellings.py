@@ -50,9 +50,14 @@ def in_order(
     op: OpOverload, values: Sequence[Any], names: Sequence[str], **fixed: Any
 ) -> list[Any]:
     """The arguments `names`, from the values of this operator's and from what it takes as fixed."""
-    own = (_SAME.get(argument.name, argument.name) for argument in op._schema.arguments)
-    given = {**fixed, **dict(zip(own, values, strict=True))}
+    given = {**fixed, **dict(zip(own_names(op), values, strict=True))}
     return [given[name] for name in names]
+
+
+def own_names(op: OpOverload) -> dict[str, str]:
+    """What this operator calls each of the common arguments, in its own order."""
+    names = [argument.name for argument in op._schema.arguments]
+    return {_SAME.get(name, name): name for name in names}
 
 
 def has_reserve(op: OpOverload) -> bool:
