@@ -11,7 +11,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from normpass.passes.domain import NotExpressible, extent_of
+from normpass.passes.domain import NotExpressible, extent_of, step_of
+from normpass.passes.numbers import Call, Count
 from normpass.passes.region import (
     Arg,
     Axis,
@@ -36,12 +37,14 @@ from normpass.passes.vocabulary import (
     argument,
     kind_of,
     reduced_dims,
+    step_of_sum,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from normpass.passes.domain import Domain
+    from normpass.passes.numbers import Number
 
 LOCAL_NAMES = ("c", "d", "e", "f")  # axes that inner reductions reduce
 PARALLEL_NAMES = ("r", "q", "n", "m")
@@ -245,10 +248,10 @@ class _Lowering:
         same = True
         for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
             extent = extent_of(size)
-            gap = sympy.expand(extent_of(stride) - contiguous)
+            gap = sympy.expand(step_of(stride) - contiguous)
             same = same and (extent == 1 or gap == 0)
             contiguous = contiguous * extent
-        return None if same else tuple(self.stride(extent_of(s)) for s in tensor.stride())
+        return None if same else tuple(self.stride(step_of(s)) for s in tensor.stride())
 
     def stride(self, step: sympy.Expr) -> Stride:
         """A stride as a number, or as the name of a size that is known at run time."""
@@ -326,11 +329,18 @@ class _Lowering:
         return self.values[arg] if isinstance(arg, Node) else arg
 
     def number(self, node: Node) -> Arg:
-        """A number of the graph as a value: the extent of axes."""
+        """A number of the graph as a value."""
         try:
-            return self.count(self.domain.express(node))
+            return self.write(self.domain.express(node))
         except NotExpressible as error:
             raise NotLowered(str(error)) from error
+
+    def write(self, number: Number) -> Arg:
+        if isinstance(number, Count):
+            return self.count(number.axes)
+        if isinstance(number, Call):
+            return self.emit(number.fn, *map(self.write, number.args))
+        return number
 
     def node(self, node: Node) -> None:
         kind = kind_of(node)
@@ -342,7 +352,8 @@ class _Lowering:
             assert isinstance(results, tuple)
             self.values[node] = results[k]  # type: ignore[index]
         elif kind is Kind.REDUCTION:
-            self.values[node] = self.reduction(node)
+            if not step_of_sum(node, self.inside):
+                self.values[node] = self.reduction(node)
         else:
             self.values[node] = self.pointwise(node)
 
@@ -355,10 +366,10 @@ class _Lowering:
             return self.constant(node)
         args = [self.arg(arg) for arg in node.args]
         if target in IDENTITY:
-            source = node.all_input_nodes[0].meta["val"].dtype
-            if dtype is torch.bool and source is not torch.bool:
-                return self.emit("ne", args[0], 0.0)
-            return args[0]
+            k = IDENTITY[target]
+            if dtype is torch.bool and node.args[k].meta["val"].dtype is not torch.bool:  # type: ignore[union-attr]
+                return self.emit("ne", args[k], 0.0)
+            return args[k]
         if target in COMPOSED:
             kwargs = {key: self.arg(value) for key, value in node.kwargs.items()}
             value = COMPOSED[target](self, *args, **kwargs)
@@ -376,8 +387,12 @@ class _Lowering:
 
     def reduction(self, node: Node) -> Arg | tuple[Arg, ...]:
         fn = REDUCTIONS[node.target]
-        value = self.value(node.all_input_nodes[0])
-        axes = self.reduced_axes(node)
+        source, axes = node.all_input_nodes[0], self.reduced_axes(node)
+        while source in self.inside and step_of_sum(source, self.inside):
+            axes += self.reduced_axes(source)
+            source = source.all_input_nodes[0]
+        value = self.value(source)
+        axes = tuple(axis for axis in self.domain.axes(source) if axis in axes)
         if fn == "mean":
             return self.mean(value, axes)
         if fn in ("var", "var_mean"):
