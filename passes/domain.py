@@ -11,17 +11,19 @@ belong to the domain, and says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch.fx import Node
 
+from normpass.passes.numbers import express
 from normpass.passes.vocabulary import Kind, kind_of, reduced_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from normpass.passes.numbers import Number
 
 Dims = tuple[tuple[int, ...], ...]  # per dimension, the axes that make it, outermost first
 
@@ -41,6 +43,17 @@ class _Axis:
 def extent_of(size: int | torch.SymInt) -> sympy.Expr:
     """A dimension's size as an expression."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def step_of(stride: int | torch.SymInt) -> sympy.Expr:
+    """A stride as an expression, for tensors that have elements: torch counts an axis without any
+    as one, Max(1, size), which says nothing where sizes are positive.
+    """
+    expr = extent_of(stride)
+    return expr.replace(
+        lambda part: type(part).__name__ == "Max" and part.args[0] == 1 and len(part.args) == 2,
+        lambda part: part.args[1],
+    )
 
 
 def shape_of(node: Node) -> list[sympy.Expr]:
@@ -161,21 +174,20 @@ class Domain:
                 raise NotExpressible(f"{node.name} runs along one axis twice")
 
     def check_numbers(self, node: Node) -> None:
-        """Numbers of the graph may be arguments where they count the domain's elements."""
+        """Numbers of the graph may be arguments where the domain's extents tell them."""
         for arg in node.args:
             if isinstance(arg, Node) and not isinstance(arg.meta.get("val"), torch.Tensor):
                 self.express(arg)
 
-    def express(self, number: Node) -> tuple[int, ...]:
-        """The axes whose extents multiply to a number known only at run time."""
+    def express(self, number: Node) -> Number:
+        """A number known only at run time, in terms of how many elements axes span."""
         value = number.meta.get("val")
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, torch.SymInt | torch.SymFloat):
             axes = {axis for node in self.dims for axis in self.axes(node)}
-            for count in range(1, 4):
-                for some in combinations(sorted(axes), count):
-                    total = sympy.prod([self.extent(axis) for axis in some])
-                    if sympy.expand(total - value.node.expr) == 0:
-                        return some
+            extents = {axis: self.extent(axis) for axis in axes}
+            expressed = express(value.node.expr, extents)
+            if expressed is not None:
+                return expressed
         raise NotExpressible(f"{number.name} is a number known only at run time")
 
     def pointwise(self, node: Node) -> Dims:

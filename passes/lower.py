@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from normpass.passes.axis_names import LOCAL_NAMES, name_axes, reduced_axes
-from normpass.passes.domain import NotExpressible, extent_of
+from normpass.passes.domain import NotExpressible, extent_of, step_of
 from normpass.passes.region import Arg, Axis, Buffer, Output, Region, Stride, verify
 from normpass.passes.vocabulary import (
     ADDITIONS,
@@ -25,6 +25,7 @@ from normpass.passes.vocabulary import (
     Kind,
     argument,
     kind_of,
+    step_of_sum,
 )
 from normpass.passes.writer import OpWriter
 
@@ -188,10 +189,10 @@ class _Lowering:
         same = True
         for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
             extent = extent_of(size)
-            gap = sympy.expand(extent_of(stride) - contiguous)
+            gap = sympy.expand(step_of(stride) - contiguous)
             same = same and (extent == 1 or gap == 0)
             contiguous = contiguous * extent
-        return None if same else tuple(self.stride(extent_of(s)) for s in tensor.stride())
+        return None if same else tuple(self.stride(step_of(s)) for s in tensor.stride())
 
     def stride(self, step: sympy.Expr) -> Stride:
         """A stride as a number, or as the name of a size that is known at run time."""
@@ -241,9 +242,9 @@ class _Lowering:
         return self.values[arg] if isinstance(arg, Node) else arg
 
     def number(self, node: Node) -> Arg:
-        """A number of the graph as a value: the extent of axes."""
+        """A number of the graph as a value."""
         try:
-            return self.writer.count(self.domain.express(node))
+            return self.writer.number(self.domain.express(node))
         except NotExpressible as error:
             raise NotLowered(str(error)) from error
 
@@ -257,7 +258,8 @@ class _Lowering:
             assert isinstance(results, tuple)
             self.values[node] = results[k]  # type: ignore[index]
         elif kind is Kind.REDUCTION:
-            self.values[node] = self.reduction(node)
+            if not step_of_sum(node, self.inside):
+                self.values[node] = self.reduction(node)
         else:
             self.values[node] = self.pointwise(node)
 
@@ -270,10 +272,10 @@ class _Lowering:
             return self.constant(node)
         args = [self.arg(arg) for arg in node.args]
         if target in IDENTITY:
-            source = node.all_input_nodes[0].meta["val"].dtype
-            if dtype is torch.bool and source is not torch.bool:
-                return self.writer.emit("ne", args[0], 0.0)
-            return args[0]
+            k = IDENTITY[target]
+            if dtype is torch.bool and node.args[k].meta["val"].dtype is not torch.bool:  # type: ignore[union-attr]
+                return self.writer.emit("ne", args[k], 0.0)
+            return args[k]
         if target in COMPOSED:
             kwargs = {key: self.arg(value) for key, value in node.kwargs.items()}
             value = COMPOSED[target](self.writer, *args, **kwargs)
@@ -291,8 +293,12 @@ class _Lowering:
 
     def reduction(self, node: Node) -> Arg | tuple[Arg, ...]:
         fn = REDUCTIONS[node.target]
-        value = self.value(node.all_input_nodes[0])
-        axes = reduced_axes(node, self.domain)
+        source, axes = node.all_input_nodes[0], reduced_axes(node, self.domain)
+        while source in self.inside and step_of_sum(source, self.inside):
+            axes += reduced_axes(source, self.domain)
+            source = source.all_input_nodes[0]
+        value = self.value(source)
+        axes = tuple(axis for axis in self.domain.axes(source) if axis in axes)
         if fn == "mean":
             return self.writer.mean(value, axes)
         if fn in ("var", "var_mean"):

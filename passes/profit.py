@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from normpass.passes.regions import hint
 from normpass.passes.rewrite import locate
-from normpass.passes.vocabulary import Kind, kind_of
+from normpass.passes.vocabulary import Kind, kind_of, step_of_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,9 +58,10 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
 def levels(nodes: Sequence[Node]) -> int:
     """How many of the graph's reductions wait for one another."""
     depth: dict[Node, int] = {}
+    inside = set(nodes)
     for node in nodes:
         before = max((depth.get(arg, 0) for arg in node.all_input_nodes), default=0)
-        depth[node] = before + (kind_of(node) is Kind.REDUCTION)
+        depth[node] = before + (kind_of(node) is Kind.REDUCTION and not step_of_sum(node, inside))
     return max(depth.values(), default=0)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 
-from normpass.passes.domain import extent_of
+from normpass.passes.domain import extent_of, step_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,12 +80,12 @@ def locate(size: sympy.Expr, inputs: Sequence[Node]) -> Measure:
         if isinstance(value, torch.SymInt) and value.node.expr == size:
             return Measure(node, value)
     for node in inputs:
-        for op, values in (
-            (torch.ops.aten.sym_size.int, node.meta["val"].shape),
-            (torch.ops.aten.sym_stride.int, node.meta["val"].stride()),
+        for op, values, expression in (
+            (torch.ops.aten.sym_size.int, node.meta["val"].shape, extent_of),
+            (torch.ops.aten.sym_stride.int, node.meta["val"].stride(), step_of),
         ):
             for dim, value in enumerate(values):
-                quotient = sympy.cancel(extent_of(value) / size)
+                quotient = sympy.cancel(expression(value) / size)
                 if quotient.is_Integer and quotient > 0:
                     return Measure(node, value, op, dim, int(quotient))
     raise SizeUnknown(f"the size {size} is neither an input's dimension nor its stride")

@@ -17,7 +17,7 @@ from torch._inductor import inductor_prims
 from torch.fx import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from normpass.passes.region import Arg
 
@@ -83,16 +83,16 @@ FUNCTIONS: dict[Any, str] = {
 # Truth values that are added are a truth value again.
 ADDITIONS = frozenset({aten.add.Tensor, aten.add.Scalar})
 
-IDENTITY = frozenset(
-    {
-        aten.clone.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.lift_fresh_copy.default,
-        aten._to_copy.default,
-        prims.convert_element_type.default,
-    }
-)
+# Ops that change nothing but dtype and layout; the position of the argument that they return.
+IDENTITY: dict[Any, int] = {
+    aten.clone.default: 0,
+    aten.alias.default: 0,
+    aten.detach.default: 0,
+    aten.lift_fresh_copy.default: 0,
+    aten._to_copy.default: 0,
+    aten.copy.default: 1,
+    prims.convert_element_type.default: 0,
+}
 
 
 def _scaled(w: Writer, x: Arg, alpha: float) -> Arg:
@@ -102,6 +102,8 @@ def _scaled(w: Writer, x: Arg, alpha: float) -> Arg:
 def _power(w: Writer, x: Arg, exponent: float) -> Arg:
     """Powers that multiplication or a root gives; exact, and what PyTorch does too."""
     match exponent:
+        case 0:
+            return 1.0  # of NaN too
         case 1:
             return x
         case 2:
@@ -211,6 +213,16 @@ def reduced_dims(node: Node) -> tuple[frozenset[int], bool]:
         dims = list(range(rank))
     dims = [dims] if isinstance(dims, int) else dims
     return frozenset(d % rank for d in dims), bool(argument(node, "keepdim", False))
+
+
+def step_of_sum(node: Node, inside: Container[Node]) -> bool:
+    """Whether a sum is only a step of another one among these nodes: of a sum of sums, axis after
+    axis, as C++ formulas write sums over several.
+    """
+    if REDUCTIONS.get(node.target) != "sum" or len(node.users) != 1:
+        return False
+    user = next(iter(node.users))
+    return user in inside and REDUCTIONS.get(user.target) == "sum"
 
 
 def argument(node: Node, name: str, default: Any) -> Any:

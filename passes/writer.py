@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from normpass.passes.numbers import Call, Count
 from normpass.passes.region import Arg, Op, format_arg, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from normpass.passes.domain import Domain
+    from normpass.passes.numbers import Number
     from normpass.passes.region import Output
 
 
@@ -101,6 +103,14 @@ class OpWriter:
         """
         total = sympy.sympify(product(self.domain.extent(axis) for axis in axes))
         return float(total) if total.is_Integer else self.emit("numel", axes=axes)
+
+    def number(self, number: Number) -> Arg:
+        """A number that is known at run time, as a value."""
+        if isinstance(number, Count):
+            return self.count(number.axes)
+        if isinstance(number, Call):
+            return self.emit(number.fn, *map(self.number, number.args))
+        return number
 
     def degrees(self, axes: tuple[int, ...], correction: float | None) -> Arg:
         """Degrees of freedom of a variance; never negative."""

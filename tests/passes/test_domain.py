@@ -176,14 +176,32 @@ def test_crossing_groups_do_not_unify() -> None:
         domain_of(lambda x, y: x.view(6) + y.view(6), torch.zeros(2, 3), torch.zeros(3, 2))
 
 
-def test_a_number_known_at_run_time_counts_elements_or_is_refused() -> None:
-    def scaled(x: Tensor, factor: int) -> Tensor:
-        return x.sum(-1) * factor
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x.sum(-1) * factor
 
-    assert domain_of(lambda x: scaled(x, x.shape[2]), X, dynamic=True).result == "a b"
-    assert domain_of(lambda x: scaled(x, x.shape[0] * x.shape[2]), X, dynamic=True).result == "a b"
+
+# name: function of X whose sizes are known only at run time
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a size": lambda x: scaled(x, x.shape[2]),
+    "a count": lambda x: scaled(x, x.shape[0] * x.shape[2]),
+    "one more": lambda x: scaled(x, x.shape[2] + 1),
+    "a quotient": lambda x: scaled(x, 2.0 / x.shape[2]),
+    "degrees of freedom": lambda x: scaled(x, 2 / (x.shape[1] * x.shape[2] - 1)),
+    "a root": lambda x: scaled(x, x.shape[2] ** 0.5),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_known_at_run_time_is_told_by_sizes(name: str) -> None:
+    assert domain_of(NUMBERS[name], X, dynamic=True).result == "a b"
+
+
+def test_a_number_that_sizes_do_not_tell_is_refused() -> None:
     with pytest.raises(NotExpressible, match="is a number known only at run time"):
-        domain_of(lambda x: scaled(x, x.shape[2] + 1), X, dynamic=True)
+        domain_of(lambda x: scaled(x, x.shape[2] // 3), X, dynamic=True)
+    # A size of no tensor of the domain.
+    with pytest.raises(NotExpressible, match="is a number known only at run time"):
+        domain_of(lambda x, y: scaled(x, 1 / y.shape[0]), X, torch.zeros(7), dynamic=True)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 10), (6, 0, 10), (0, 0, 1)])

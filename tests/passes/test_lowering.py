@@ -66,6 +66,11 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "a number minus a tensor": lambda x, m: 1 - centred(x),
     "scaled addition": lambda x, m: torch.add(centred(x), x, alpha=-2.5),
     "scaled subtraction": lambda x, m: torch.sub(centred(x), x, alpha=0.5),
+    "a copy": lambda x, m: centred(x) + torch.ops.aten.copy(x, centred(x).exp()),
+    "a copy as truth values": lambda x, m: (
+        centred(x) * torch.ops.aten.copy(m, torch.where(m, 0.5, 0.0) * x).to(x.dtype)
+    ),
+    "a power of zero": lambda x, m: centred(x) * (x / 0 * 0) ** 0,
     "powers": lambda x, m: centred(x) ** 3 + x**2 + (x.abs() + 0.1) ** -0.5 + (x**2 + 1) ** -1.7,
     "a power of a sum": lambda x, m: x * (x.square().sum(-1, keepdim=True) + 1) ** 0.5,
     "zeros of both signs": lambda x, m: (
@@ -148,6 +153,44 @@ def test_dynamic_extents_are_counted_at_run_time() -> None:
     region = fused(lambda x: x - x.mean((0, 1), keepdim=True), X, dynamic=True)[0]
     assert "numel" in functions(region)
     assert {axis.extent for axis in region.axes} == {None}
+
+
+def test_numbers_of_run_time_sizes_are_computed_from_them() -> None:
+    """What a double backward of a variance divides by, in one region with all else."""
+
+    def unbiased(x: Tensor) -> Tensor:
+        n = x.shape[0] * x.shape[2]
+        return centred(x) * (2.0 / x.shape[2]) / (n - 1) * x.shape[2] ** 0.5
+
+    (region,) = fused(unbiased, X, dynamic=True)
+    assert {axis.extent for axis in region.axes} == {None}
+
+
+def axis_after_axis(x: Tensor) -> Tensor:
+    return x.sum(0, keepdim=True).sum(2, keepdim=True).sum(1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sum_of_sums_is_one(dynamic: bool) -> None:
+    (region,) = fused(lambda x: x - axis_after_axis(x), X, dynamic=dynamic)
+    (total,) = (op for op in region.ops if op.is_reduction)
+    assert len(total.axes) == 3
+
+
+def test_a_sum_of_sums_and_the_sum_of_all_are_computed_once() -> None:
+    (region,) = fused(lambda x: x - axis_after_axis(x) * x.sum(), X)
+    assert sum(op.is_reduction for op in region.ops) == 1
+
+
+def test_a_sum_that_others_read_is_added_up_once() -> None:
+    """Group norm's sums over pixels, for channels and again for groups."""
+
+    def both(x: Tensor) -> Tensor:
+        rows = x.sum(2, keepdim=True)
+        return x - rows.sum(1, keepdim=True) * rows
+
+    (region,) = fused(both, X)
+    assert sorted(len(op.axes) for op in region.ops if op.is_reduction) == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
