@@ -98,9 +98,8 @@ def linalg_cross(self: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
 
 
 def _viewed(op: Any) -> Callable[..., Tensor]:
-    """A view of a zero is a zero: the kernels that fake tensors have say so, as for other views."""
-
     def view(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A view of a zero is a zero, as the kernels that fake tensors have for other views say."""
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(DispatchKey.ZeroTensor)):
             viewed: Tensor = op(self, *args, **kwargs)
         return viewed
