@@ -124,12 +124,15 @@ def batched(rule: Function) -> Function:
         excluded = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             outs, out_dims = rule(info, in_dims, *plain, **kwargs)
-        return tuple(
-            out if dim is None else _functorch._add_batch_dim(out, dim, level)
-            for out, dim in zip(outs, out_dims, strict=True)
-        )
+        if not isinstance(outs, tuple):  # one result, as register_vmap has it
+            return _wrap(outs, out_dims, level)
+        return tuple(_wrap(out, dim, level) for out, dim in zip(outs, out_dims, strict=True))
 
     return kernel
+
+
+def _wrap(out: Any, dim: int | None, level: int) -> Any:
+    return out if dim is None else _functorch._add_batch_dim(out, dim, level)
 
 
 def _unwrap(value: Any, level: int) -> tuple[Any, int | None]:
