@@ -43,8 +43,8 @@ def _pow_of_exponent(x: Tensor, y: Tensor, self: Number) -> Tensor:
     if self != 0:
         return y * log
     constant = (x.real >= 0) & (x.imag == 0) if x.is_complex() else x >= 0
-    # The logarithm is what is replaced: of a product that is NaN the next derivative is NaN too.
-    return y * torch.where(constant, 0, log)
+    # The factors are replaced: of a product that is NaN the next derivative is NaN too.
+    return torch.where(constant, 0, y) * torch.where(constant, 0, log)
 
 
 def _xlogy_of_x(g: Tensor, x: Tensor, other: float) -> Tensor:
@@ -114,7 +114,8 @@ def _i0(x: Tensor) -> Tensor:
 
 def _i1(x: Tensor) -> Tensor:
     """i0(x) - i1(x) / x;  near zero sum_k (k + 1/2) * (x / 2)^(2k) / (k! * (k + 1)!)"""
-    return _bessel(x, lambda z: special.i0(z) - special.i1(z) / z, lambda k: k + 0.5)
+    slope = _bessel(x, lambda z: special.i0(z) - special.i1(z) / z, lambda k: k + 0.5)
+    return torch.where(x.isnan(), 0.5, slope)  # as PyTorch
 
 
 def _i1e(x: Tensor) -> Tensor:
