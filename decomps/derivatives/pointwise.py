@@ -43,8 +43,9 @@ def _pow_of_exponent(x: Tensor, y: Tensor, self: Number) -> Tensor:
     if self != 0:
         return y * log
     constant = (x.real >= 0) & (x.imag == 0) if x.is_complex() else x >= 0
-    # The factors are replaced: of a product that is NaN the next derivative is NaN too.
-    return torch.where(constant, 0, y) * torch.where(constant, 0, log)
+    # Of x replaced: what is infinite there has NaN for the next derivative, which is masked so.
+    away = torch.where(constant, -1, x)
+    return torch.where(constant, 0, torch.pow(self, away) * log)
 
 
 def _xlogy_of_x(g: Tensor, x: Tensor, other: float) -> Tensor:
