@@ -43,10 +43,9 @@ def batched(op: OpOverload, rule: Function) -> Function:
         excluded = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             outs, out_dims = rule(level.info, in_dims, *plain)
-        wrapped = tuple(
-            out if dim is None else level.wrap(out, dim)
-            for out, dim in zip(outs, out_dims, strict=True)
-        )
+        if not isinstance(outs, tuple):  # one result, as register_vmap has it
+            return level.wrap(outs, out_dims)
+        wrapped = tuple(level.wrap(out, dim) for out, dim in zip(outs, out_dims, strict=True))
         return wrapped if len(op._schema.returns) > 1 else wrapped[0]
 
     return kernel

@@ -59,8 +59,8 @@ class BatchLevel:
             return _unwrapped(value, self.number)
         return value, None
 
-    def wrap(self, value: Tensor, dim: int) -> Tensor:
-        return _functorch._add_batch_dim(value, dim, self.number)
+    def wrap(self, value: Any, dim: int | None) -> Any:
+        return value if dim is None else _functorch._add_batch_dim(value, dim, self.number)
 
 
 def _unwrapped(value: Tensor, level: int) -> tuple[Tensor, int | None]:

@@ -45,6 +45,14 @@ class Rule:
     shapes    "x: *n d, weight: d -> y: *n d": names of the parameters, axes, results
     why       what the code alone does not say; may be empty
     function  the rule itself
+
+    and, for the tests that are made from the record:
+
+    linear    the parameters that are gradients or tangents: None stands for zero
+    sample    the arguments that cannot be any numbers, from the others, which it names: saved
+              results, factors; lambda input: {"result": input.prod()}
+    of        the function whose derivative a formula is, of its arguments and of those whose
+              gradients `shapes` calls dx or gx: lambda self, dim: self.logsumexp(dim)
     """
 
     kind: Kind
@@ -54,6 +62,9 @@ class Rule:
     shapes: str
     why: str
     function: Callable[..., Any]
+    linear: tuple[str, ...] = ()
+    sample: Callable[..., Mapping[str, Any]] | None = None
+    of: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -120,6 +131,7 @@ def register_rule(
     source: str,
     shapes: str,
     why: str = "",
+    sample: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: enters a function as a rule, as it is.
 
@@ -128,7 +140,7 @@ def register_rule(
     """
 
     def decorate(function: F) -> F:
-        _add(Rule(kind, op, name or str(op or ""), source, shapes, why, function))
+        _add(Rule(kind, op, name or str(op or ""), source, shapes, why, function, sample=sample))
         return function
 
     return decorate
@@ -142,6 +154,7 @@ def decomposition(
     results: Sequence[Result],
     why: str = "",
     autograd: bool = False,
+    sample: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: enters a formula as the decomposition of an operator.
 
@@ -159,7 +172,7 @@ def decomposition(
         if found is not None:
             function = with_conventions(formula, found._schema, results)
             for kind in _kinds(autograd):
-                _add(Rule(kind, found, str(found), source, shapes, why, function))
+                _add(Rule(kind, found, str(found), source, shapes, why, function, sample=sample))
         return formula
 
     return decorate
@@ -180,6 +193,8 @@ def formula(
     ones: Sequence[str] = (),
     as_given: bool = False,
     why: str = "",
+    sample: Callable[..., Mapping[str, Any]] | None = None,
+    of: Callable[..., Any] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: enters a derivative formula under its FunctionsManual name.
 
@@ -187,9 +202,9 @@ def formula(
     Tensor", with upstream's names in upstream's order; where upstream has several functions of a
     name, all but the first name themselves as overloads do: "norm_backward.dim(...)". zeros, ones:
     the parameters for which None means an undefined gradient and a weight of ones; as_given: they
-    are not raised to working precision (conventions.with_conventions). The formula is
-    torch.ops.normpass.<name> too, and the operator's decomposition. The decorated name stays the
-    bare formula.
+    are not raised to working precision (conventions.with_conventions). sample, of: what the tests
+    need to know (`Rule`). The formula is torch.ops.normpass.<name> too, and the operator's
+    decomposition. The decorated name stays the bare formula.
     """
     parsed = torch._C.parse_schema(f"normpass::{schema}")
     name = schema.partition("(")[0]
@@ -198,7 +213,8 @@ def formula(
         function = with_conventions(
             bare, parsed, results, zeros=zeros, ones=ones, as_given=as_given
         )
-        _add(Rule(kind, define(schema, function), name, source, shapes, why, function))
+        op, linear = define(schema, function), tuple(zeros)
+        _add(Rule(kind, op, name, source, shapes, why, function, linear, sample, of))
         return bare
 
     return decorate
@@ -216,9 +232,10 @@ def slopes(table: Mapping[str, Callable[..., Any]], *, source: str) -> None:
             continue
         row = Elementwise(op, slope)
         of = f"{source}: {op._schema.name.removeprefix('aten::')}"
-        shapes = f"{{0}}: *s, {row.tensor}: *s -> d{row.tensor}: *s"
-        _add(Rule("vjp", op, str(op), of, shapes.format("grad"), "", row.vjp()))
-        _add(Rule("jvp", op, str(op), of, shapes.format("tangent"), "", row.jvp()))
+        given = ", ".join(f"{name}: *s" for name in row.tensors)
+        vjp, jvp = (f"{name}: *s, {given} -> d{row.tensors[0]}: *s" for name in ("grad", "tangent"))
+        _add(Rule("vjp", op, str(op), of, vjp, "", row.vjp(), ("grad",)))
+        _add(Rule("jvp", op, str(op), of, jvp, "", row.jvp(), ("tangent",)))
 
 
 def find_op(name: str) -> OpOverload | None:

@@ -42,19 +42,24 @@ class Elementwise:
         self.positional = tuple(a.name for a in schema if not a.kwarg_only)
         self.keywords = tuple(a.name for a in schema if a.kwarg_only)
         self.defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-        tensors = [a.name for a in schema if isinstance(a.type, torch.TensorType)]
+        tensors = tuple(a.name for a in schema if isinstance(a.type, torch.TensorType))
         self.wanted = tuple(inspect.signature(slope).parameters)
-        known = {"x", "y", "g", *self.arguments} - set(tensors[:1])
+        known = {"x", "y", "g"} | {*self.arguments} - {*tensors[:1]}
         if not tensors or not set(self.wanted) <= known:
             raise ValueError(
                 f"the slope of {op} may ask for {', '.join(sorted(known))} and {op} must take a "
                 f"tensor; the slope takes ({', '.join(self.wanted)}), {op} the tensors {tensors}"
             )
+        self.tensors = tensors
         self.tensor = tensors[0]
 
     def vjp(self) -> Callable[..., Any]:
-        def vjp(grad: Tensor, *args: Any, result: Tensor | None = None, **kwargs: Any) -> Tensor:
-            """grad * conj(slope): real where the tensor is."""
+        def vjp(
+            grad: Tensor | None, *args: Any, result: Tensor | None = None, **kwargs: Any
+        ) -> Tensor | None:
+            """grad * conj(slope): real where the tensor is. None for None."""
+            if grad is None:
+                return None
             given = self.given(args, kwargs)
             product = self.times(grad, given, result, conjugate=True)
             dtype = given[self.tensor].dtype
@@ -65,8 +70,12 @@ class Elementwise:
         return self.signed(vjp, "grad")
 
     def jvp(self) -> Callable[..., Any]:
-        def jvp(tangent: Tensor, *args: Any, result: Tensor | None = None, **kwargs: Any) -> Tensor:
-            """tangent * slope: complex where the result is."""
+        def jvp(
+            tangent: Tensor | None, *args: Any, result: Tensor | None = None, **kwargs: Any
+        ) -> Tensor | None:
+            """tangent * slope: complex where the result is. None for None."""
+            if tangent is None:
+                return None
             product = self.times(tangent, self.given(args, kwargs), result, conjugate=False)
             return product.to(tangent.dtype.to_complex() if product.is_complex() else tangent.dtype)
 

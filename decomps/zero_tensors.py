@@ -7,7 +7,7 @@ compute on the meta device. So a trace gets meta tensors, or tangents that are l
 expanded zero and cannot be written: "expected device cpu but got meta" and "more than one element
 of the written-to tensor refers to a single memory location". With a second level of derivatives
 any product of the kind (x.sum() * v).sum() fails so, in torch 2.13. Here they are written with what
-fake tensors see.
+fake tensors see; and what is left of such zeros in a graph gets memory before Inductor compiles it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from torch.fx import Graph
 
 aten = torch.ops.aten
 
@@ -126,3 +127,15 @@ def _new_zeros_with_same_feature_meta(
     """Memory for a tangent of `other`, which has none itself whose layout could be kept"""
     shape = (*self.shape[:self_num_batch_dims], *other.shape)
     return torch.zeros(shape, dtype=other.dtype, device=other.device)
+
+
+def give_memory(graph: Graph) -> None:
+    """Writes zeros where a graph has a zero without memory: the kernels that Inductor makes read
+    what they are given, and would follow a null pointer.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default):
+        with graph.inserting_before(node):
+            zeros = graph.call_function(aten.full.default, (node.args[0], 0), node.kwargs)
+        zeros.meta = dict(node.meta)
+        node.replace_all_uses_with(zeros)
+        graph.erase_node(node)

@@ -13,6 +13,8 @@ from normpass.decomps.registry import formula
 if TYPE_CHECKING:
     from torch import Tensor
 
+aten = torch.ops.aten
+
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 
 _INPUT = (Result(like("input"), None),)
@@ -29,6 +31,7 @@ def _halves(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     shapes="grad: *n 2d *m, grad_output: *n d *m, input: *n 2d *m -> dinput: *n 2d *m",
     results=_INPUT,
     zeros=("grad", "grad_output"),
+    of=lambda grad_output, input, dim: aten.glu_backward(grad_output, input, dim),
 )
 def glu_double_backward(grad: Tensor, grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
     """da = g * s, db = g * a * s',  s = sigmoid(b), s' = s * (1 - s), differentiated in a and b,
@@ -54,6 +57,7 @@ def glu_double_backward(grad: Tensor, grad_output: Tensor, input: Tensor, dim: i
     shapes="grad: *n 2d *m, input: *n 2d *m -> dgrad_output: *n d *m",
     results=_INPUT,
     zeros=("grad",),
+    of=lambda grad_output, input, dim: aten.glu_backward(grad_output, input, dim),
 )
 def glu_double_backward_grad_output(grad: Tensor, input: Tensor, dim: int) -> Tensor:
     """da = g * s, db = g * a * s',  s = sigmoid(b), s' = s * (1 - s), differentiated in g, along
@@ -92,6 +96,7 @@ def _tanh_curvature(x: Tensor) -> Tensor:
     shapes="ggI: *s, gO: *s, input: *s -> dinput: *s",
     results=_INPUT,
     zeros=("ggI", "gO"),
+    of=lambda gO, input, approximate: aten.gelu_backward(gO, input, approximate=approximate),
 )
 def gelu_double_backward(ggI: Tensor, gO: Tensor, input: Tensor, approximate: str) -> Tensor:
     """dinput = ggI * gO * gelu''(x)"""

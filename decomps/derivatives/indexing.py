@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,13 +17,25 @@ if TYPE_CHECKING:
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 
 
+def _indexed(zeros_like_self: Tensor, indices: Sequence[Tensor]) -> dict[str, Any]:
+    """One index, of the first axis, that reads some places twice and others never."""
+    size, (index, *_) = len(zeros_like_self), indices
+    places = torch.arange(index.numel(), device=index.device) % max(size - 1, 1)
+    return {
+        "zeros_like_self": torch.zeros_like(zeros_like_self),
+        "indices": [places.reshape(index.shape)],
+    }
+
+
 @formula(
     "vjp",
     "index_backward(Tensor zeros_like_self, Tensor?[] indices, Tensor? grad) -> Tensor",
     source=f"{MANUAL}: index_backward",
-    shapes="zeros_like_self: *s, grad: *n -> dself: *s",
+    shapes="zeros_like_self: d *s, indices: *n, grad: *n *s -> dself: d *s",
     results=(Result(like("zeros_like_self"), None),),
     zeros=("grad",),
+    sample=_indexed,
+    of=lambda self, indices: self[tuple(indices)],
 )
 def index_backward(zeros_like_self: Tensor, indices: Sequence[Tensor], grad: Tensor) -> Tensor:
     """y = x[indices]:  dself[indices] += grad, a place as often as it was read"""

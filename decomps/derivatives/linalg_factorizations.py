@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 
 
+def _positive_definite(A: Tensor, upper: bool) -> dict[str, Tensor]:
+    A = A @ A.mH + torch.eye(A.shape[-1], dtype=A.dtype)
+    return {"A": A, "L": torch.linalg.cholesky(A, upper=upper)}
+
+
 @formula(
     "vjp",
     "cholesky_backward(Tensor? gL, bool upper, Tensor L) -> Tensor",
@@ -22,6 +27,8 @@ MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
     shapes="gL: *b n n, L: *b n n -> gA: *b n n",
     results=(Result(like("L"), None),),
     zeros=("gL",),
+    sample=_positive_definite,
+    of=lambda A, upper: torch.linalg.cholesky((A + A.mH) / 2, upper=upper),
 )
 def cholesky_backward(gL: Tensor, upper: bool, L: Tensor) -> Tensor:
     """A = L L^H:  P = tril(L^H gL),  S = (P + P^H - diag(P)) / 2,  gA = L^-H S L^-1

@@ -25,6 +25,7 @@ MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
     shapes="grad: n m, mat2: k m -> dmat1: n k",
     results=(Result(like("grad"), None),),
     zeros=("grad",),
+    of=lambda mat1, mat2, alpha: mat1.mm(mat2) * alpha,
     as_given=True,
     why="mm itself sums halves in float32; a mat1 stored by columns has its gradient so too",
 )

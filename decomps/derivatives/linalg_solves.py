@@ -26,6 +26,13 @@ def _columns(X: Tensor, vector: bool) -> Tensor:
     return X.unsqueeze(-1) if vector else X
 
 
+def _solved(A: Tensor, B: Tensor, left: bool) -> dict[str, Tensor]:
+    """A system whose matrix has no small eigenvalues, with its factors and its solution."""
+    A = A @ A.mH + torch.eye(A.shape[-1], dtype=A.dtype)
+    LU, pivots = torch.linalg.lu_factor(A)
+    return {"A": A, "LU": LU, "pivots": pivots, "X": torch.linalg.solve(A, B, left=left)}
+
+
 @formula(
     "vjp",
     "linalg_solve_backward(Tensor? gX, Tensor X, Tensor A, Tensor LU, Tensor pivots, bool left, "
@@ -34,6 +41,8 @@ def _columns(X: Tensor, vector: bool) -> Tensor:
     shapes="gX: *b n k, X: *b n k, A: *b n n, LU: *b n n, pivots: *b n -> gA: *b n n, gB: *b n k",
     results=(Result(like("A"), None), Result(like("gX"), None)),
     zeros=("gX",),
+    sample=_solved,
+    of=lambda A, B, left: torch.linalg.solve(A, B, left=left),
     why="LU is that of A, as torch's _linalg_solve_ex returns it since 2.13 for real A too; it is "
     "used where no further derivative is asked for, since none goes through it. As upstream, the "
     "gradients have the batch axes of X; and gA is always computed, where upstream reads "
@@ -73,6 +82,8 @@ def linalg_solve_backward(
     shapes="dA: *b n n, dB: *b n k, X: *b n k, LU: *b n n, pivots: *b n -> dX: *b n k",
     results=(Result(like("X"), None),),
     zeros=("dA", "dB"),
+    sample=_solved,
+    of=lambda A, B, left: torch.linalg.solve(A, B, left=left),
     why="LU is that of A, as torch's _linalg_solve_ex returns it since 2.13 for real A too",
 )
 def linalg_solve_jvp(

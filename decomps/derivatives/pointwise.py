@@ -39,11 +39,13 @@ def _pow(x: Tensor, exponent: Number) -> Any:
 
 def _pow_of_exponent(x: Tensor, y: Tensor, self: Number) -> Tensor:
     """b^x:  y * log(b);  zero for b = 0 where x >= 0, as there y does not change"""
-    slope = y * y.new_full((), self).log()
+    log = y.new_full((), self).log()
     if self != 0:
-        return slope
+        return y * log
     constant = (x.real >= 0) & (x.imag == 0) if x.is_complex() else x >= 0
-    return torch.where(constant, 0, slope)
+    # Of x replaced: what is infinite there has NaN for the next derivative, which is masked so.
+    away = torch.where(constant, -1, x)
+    return torch.where(constant, 0, torch.pow(self, away) * log)
 
 
 def _xlogy_of_x(g: Tensor, x: Tensor, other: float) -> Tensor:
@@ -94,10 +96,27 @@ def _away_from_zero(x: Tensor) -> tuple[Tensor, Tensor]:
     return away, torch.where(away, x, 1)
 
 
+def _bessel(x: Tensor, far: Callable[[Tensor], Tensor], even: Callable[[int], float]) -> Tensor:
+    """far(x), and near zero sum_k even(k) * (x / 2)^(2k) / (k! * (k + 1)!), whose derivatives are
+    right at zero too: those of far divide by x.
+    """
+    near = x.abs() < 0.5
+    square, series = x * x / 4, torch.zeros_like(x)
+    for k in range(8, -1, -1):
+        series = series * square + even(k) / (math.factorial(k) * math.factorial(k + 1))
+    return torch.where(near, series, far(torch.where(near, 1, x)))
+
+
+def _i0(x: Tensor) -> Tensor:
+    """i1(x);  near zero x / 2 * sum_k (x / 2)^(2k) / (k! * (k + 1)!)"""
+    near = x.abs() < 0.5
+    return torch.where(near, x, 1) * _bessel(x, special.i1, lambda k: 0.5)
+
+
 def _i1(x: Tensor) -> Tensor:
-    """i0(x) - i1(x) / x;  1/2 at zero"""
-    away, z = _away_from_zero(x)
-    return torch.where(away, special.i0(z) - special.i1(z) / z, 0.5)
+    """i0(x) - i1(x) / x;  near zero sum_k (k + 1/2) * (x / 2)^(2k) / (k! * (k + 1)!)"""
+    slope = _bessel(x, lambda z: special.i0(z) - special.i1(z) / z, lambda k: k + 0.5)
+    return torch.where(x.isnan(), 0.5, slope)  # as PyTorch
 
 
 def _i1e(x: Tensor) -> Tensor:
@@ -245,7 +264,7 @@ SPECIAL: Slopes = {
     "aten.erf.default": lambda x: 2 / SQRT_PI * (-x * x).exp(),
     "aten.erfc.default": lambda x: -2 / SQRT_PI * (-x * x).exp(),
     "aten.erfinv.default": lambda y: 0.5 * SQRT_PI * (y * y).exp(),
-    "aten.i0.default": lambda x: special.i1(x),
+    "aten.i0.default": _i0,
     "aten.lgamma.default": lambda x: x.digamma(),
     "aten.logit.default": _logit,
     "aten.mvlgamma.default": _mvlgamma,

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.linalg import vector_norm
 
 from normpass.decomps.axes import put_back, reduced
 from normpass.decomps.conventions import Result, absent, like
@@ -35,6 +36,7 @@ _AT_ZERO = (
     shapes="grad: *n -> dself: *n *d",
     results=(Result(like("grad"), None),),
     zeros=("grad",),
+    of=lambda self, opt_dims, keepdim: self.sum(opt_dims, keepdim=keepdim),
     as_given=True,
     why="a copy, where upstream returns a view of the gradient: an operator's result is its own",
 )
@@ -62,6 +64,8 @@ def _others(x: Tensor, dim: int) -> Tensor:
     shapes="grad: , input: *d, result: -> dinput: *d",
     results=(Result(like("input"), None),),
     zeros=("grad",),
+    sample=lambda input: {"result": input.prod()},
+    of=lambda input: input.prod(),
     why="upstream divides the result where it finds no zero, which a trace cannot ask",
 )
 def prod_backward(grad: Tensor, input: Tensor, result: Tensor) -> Tensor:
@@ -76,6 +80,8 @@ def prod_backward(grad: Tensor, input: Tensor, result: Tensor) -> Tensor:
     shapes="grad: *n, input: *n d, result: *n -> dinput: *n d",
     results=(Result(like("input"), None),),
     zeros=("grad",),
+    sample=lambda input, dim, keepdim: {"result": input.prod(dim, keepdim)},
+    of=lambda input, dim, keepdim: input.prod(dim, keepdim),
     why="upstream divides the result where it finds no zero, which a trace cannot ask",
 )
 def prod_backward_dim(
@@ -122,6 +128,8 @@ def _slope(x: Tensor, norm: Tensor, p: float, axes: Sequence[int]) -> Tensor:
     shapes="grad: *n, self: *n *d, norm: *n -> dself: *n *d",
     results=_SELF,
     zeros=("grad",),
+    sample=lambda self, p_, dim, keepdim: {"norm": vector_norm(self, p_, dim, keepdim)},
+    of=lambda self, p_, dim, keepdim: vector_norm(self, p_, dim, keepdim),
     why=_AT_ZERO,
 )
 def norm_backward_dim(
@@ -147,6 +155,8 @@ def norm_backward_dim(
     shapes="grad: , self: *d, norm: -> dself: *d",
     results=_SELF,
     zeros=("grad",),
+    sample=lambda self, p_: {"norm": vector_norm(self, p_)},
+    of=lambda self, p_: vector_norm(self, p_),
     why=_AT_ZERO,
 )
 def norm_backward(grad: Tensor, self: Tensor, p_: float | None, norm: Tensor) -> Tensor:
@@ -162,6 +172,8 @@ def norm_backward(grad: Tensor, self: Tensor, p_: float | None, norm: Tensor) ->
     shapes="self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n",
     results=_OF_NORM,
     zeros=("self_t",),
+    sample=lambda self_p, p_, dim, keepdim: {"norm": vector_norm(self_p, p_, dim, keepdim)},
+    of=lambda self_p, p_, dim, keepdim: vector_norm(self_p, p_, dim, keepdim),
     why=_AT_ZERO,
 )
 def norm_jvp_dim(
@@ -189,6 +201,8 @@ def norm_jvp_dim(
     shapes="self_p: *d, self_t: *d, norm: -> norm_t: ",
     results=_OF_NORM,
     zeros=("self_t",),
+    sample=lambda self_p, p_: {"norm": vector_norm(self_p, p_)},
+    of=lambda self_p, p_: vector_norm(self_p, p_),
     why=_AT_ZERO,
 )
 def norm_jvp(self_p: Tensor, self_t: Tensor, p_: float | None, norm: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
     shapes="grad: *s, grad_output: *s, output: *s -> doutput: *s",
     results=(Result(promoted("grad", "grad_output", "output"), None),),
     zeros=("grad",),
+    of=lambda grad_output, output, dim: (
+        output * (grad_output - (grad_output * output).sum(dim, keepdim=True))
+    ),
 )
 def softmax_double_backward(grad: Tensor, grad_output: Tensor, dim: int, output: Tensor) -> Tensor:
     """dx = y * (g - sum_d(g * y)) differentiated in y, along v = grad:
@@ -42,6 +45,8 @@ def softmax_double_backward(grad: Tensor, grad_output: Tensor, dim: int, output:
     shapes="grad: *n, self: *n *d, result: *n -> dself: *n *d",
     results=(Result(like("self"), None),),
     zeros=("grad",),
+    sample=lambda self, dim, keepdim: {"result": self.logsumexp(dim, keepdim)},
+    of=lambda self, dim, keepdim: self.logsumexp(dim, keepdim),
 )
 def logsumexp_backward(
     grad: Tensor, self: Tensor, result: Tensor, dim: Sequence[int], keepdim: bool
@@ -60,6 +65,7 @@ def logsumexp_backward(
     shapes="self_p: *n *d, self_t: *n *d -> y_t: *n",
     results=(Result(like("self_p"), None),),
     zeros=("self_t",),
+    of=lambda self_p, dim, keepdim: self_p.logsumexp(dim, keepdim),
 )
 def logsumexp_jvp(self_p: Tensor, self_t: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
     """y = log(sum_d(exp(x))):  y_t = sum_d(exp(x - y) * x_t)"""

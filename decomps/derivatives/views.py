@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,16 @@ def _real_as_each(given: Arguments) -> list[torch.dtype]:
     ]
 
 
+def _parts(grad: Tensor, dim: int) -> dict[str, Any]:
+    """Two tensors whose concatenation has this gradient."""
+    shapes = []
+    for size in (1, grad.shape[dim] - 1):
+        shapes.append(list(grad.shape))
+        shapes[-1][dim] = size
+    tensors = [grad.new_ones(shape) for shape in shapes]
+    return {"sizes": shapes, "dtypes": [grad.dtype] * 2, "tensors": tensors}
+
+
 @formula(
     "vjp",
     "cat_tensors_backward(Tensor? grad, SymInt[][] sizes, ScalarType[] dtypes, int dim) "
@@ -38,6 +48,8 @@ def _real_as_each(given: Arguments) -> list[torch.dtype]:
     shapes="grad: *n k *m -> dtensors: *n d *m",
     results=(Result(_real_as_each, None),),
     zeros=("grad",),
+    sample=_parts,
+    of=lambda tensors, dim: torch.cat(tensors, dim),
     as_given=True,
     why="copies, where upstream returns views of the gradient: an operator's results are its own",
 )
@@ -66,6 +78,13 @@ def _dtype(given: Arguments) -> torch.dtype | None:
     return given["dtype"] or (dtypes[0] if dtypes else torch.get_default_dtype())
 
 
+def _sizes_of_parts(grads: Sequence[Tensor], dim: int) -> dict[str, Any]:
+    """What is split into tensors of these gradients."""
+    sizes, split_sizes = list(grads[0].shape), [grad.shape[dim] for grad in grads]
+    sizes[dim] = sum(split_sizes)
+    return {"sizes": sizes, "split_sizes": split_sizes, "self": grads[0].new_ones(sizes)}
+
+
 @formula(
     "vjp",
     "split_with_sizes_backward(Tensor?[] grads, SymInt[] split_sizes, int dim, SymInt[] sizes, *, "
@@ -74,6 +93,9 @@ def _dtype(given: Arguments) -> torch.dtype | None:
     source=f"{MANUAL}: split_with_sizes_backward",
     shapes="grads: *n d *m -> dself: *n k *m",
     results=(Result(_dtype, None),),
+    zeros=("grads",),
+    sample=_sizes_of_parts,
+    of=lambda self, split_sizes, dim: self.split_with_sizes(split_sizes, dim),
     as_given=True,
     why="the options say what the zeros are made like that stand for the gradients not there; "
     "without them, they are made like the first gradient that is",

@@ -1,23 +1,20 @@
-"""Slopes of elementwise operators, against PyTorch's own autograd and forward AD."""
+"""Slopes of elementwise operators where they are hard: at special points, in half precision, to
+second order. First order, and every mode of the rules, is tested from the registry
+(tests/decomps/test_generated.py).
+"""
 
 from __future__ import annotations
 
 import cmath
-import functools
-import itertools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import oracles
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing import make_tensor
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._python_dispatch import TorchDispatchMode
+from slope_calls import calls, close, cotangent, variants
 
 from normpass.decomps import registry
 from normpass.decomps.slopes import Elementwise
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-    from torch._ops import OpOverload
 
 # Entries whose derivative is no slope.
 EXCLUDED = {
@@ -36,50 +32,10 @@ EXCLUDED = {
     "aten.poisson.default": "random; its gradient is defined as zero",
 }
 
-# Arguments beyond those of the OpInfo samples; `...` is the tensor.
-MORE: dict[str, list[tuple[Any, ...]]] = {
-    "aten.celu.default": [(..., 0.3), (..., 2)],
-    "aten.clamp.default": [(..., -0.5, 1.5), (..., -1), (..., None, 1), (..., 1, -1)],
-    "aten.clamp_max.default": [(..., 1), (..., -0.5)],
-    "aten.clamp_min.default": [(..., 1), (..., -0.5)],
-    "aten.copysign.Scalar": [(..., 2), (..., -0.0)],
-    "aten.elu.default": [(..., 0.3, 1.5, 0.7)],
-    "aten.fmod.Scalar": [(..., 1.5), (..., -2)],
-    "aten.hardtanh.default": [(..., 0, 6)],
-    "aten.leaky_relu.default": [(..., 0.3), (..., -0.2), (..., 0)],
-    "aten.logit.default": [(..., 0.0), (..., 0.2), (..., None)],
-    "aten.nan_to_num.default": [(..., 1.0, 2.0, -2.0)],
-    "aten.polygamma.default": [(0, ...), (2, ...)],
-    "aten.pow.Scalar": [(2, ...), (0.5, ...), (-2.0, ...), (0, ...), (1, ...)],
-    "aten.pow.Tensor_Scalar": [(..., a) for a in (0, 1, 2, 3, 0.5, -1.5, 2.5, -1)],
-    "aten.remainder.Scalar": [(..., 1.5), (..., -2)],
-    "aten.rsub.Scalar": [(..., 1.5), (..., 2, -3)],
-    "aten.softplus.default": [(..., 2, 5), (..., 0.5, 20)],
-    "aten.special_xlog1py.other_scalar": [(..., 2.5), (..., -1), (..., -3.0)],
-    "aten.special_xlog1py.self_scalar": [(2.5, ...), (0, ...), (-1, ...)],
-    "aten.sub.Scalar": [(..., 1.5), (..., 2, 3)],
-    "aten.threshold.default": [(..., 0.5, 3.0), (..., -1, 2)],
-    "aten.xlogy.Scalar_Other": [(..., 2.5), (..., 0), (..., -3.0)],
-    "aten.xlogy.Scalar_Self": [(2.5, ...), (0, ...), (-1, ...)],
-}
-MORE_COMPLEX: dict[str, list[tuple[Any, ...]]] = {
-    "aten.pow.Scalar": [(2 - 1j, ...), (-2, ...)],
-    "aten.pow.Tensor_Scalar": [(..., 2 - 1j), (..., 0.5), (..., -2)],
-    "aten.rsub.Scalar": [(..., 1.5j), (..., 2, 1 - 3j)],
-    "aten.sub.Scalar": [(..., 1.5j), (..., 2, 3j)],
-}
-
-aten = torch.ops.aten
-
-# The same functions by other operators, where PyTorch's own derivative of float64 goes through
-# float32: celu's 1 / alpha, hardsigmoid's 1 / 6 (which has no second derivative either).
-EXACT: dict[str, Callable[..., Tensor]] = {
-    "aten.celu.default": lambda x, alpha=1.0: aten.elu(x, alpha, 1, 1 / alpha),
-    "aten.hardsigmoid.default": lambda x: aten.hardtanh(x, -3, 3) / 6 + 0.5,
-}
-
 # Where PyTorch's forward and reverse modes have different limits (logit at -0.0 and at NaN).
 FORWARD_DISAGREES = ("aten.logit.default",)
+
+aten = torch.ops.aten
 
 
 def elementwise_entries() -> list[str]:
@@ -104,132 +60,6 @@ rows = pytest.mark.parametrize("name", ROWS)
 handful = pytest.mark.parametrize("name", [f"aten.{name}.default" for name in HANDFUL])
 
 
-# --- calls --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of an operator; `at` is where its tensor stands.
-
-    exact: whether autograd is asked of what EXACT has for the operator.
-    """
-
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    exact: bool = True
-
-    @property
-    def at(self) -> int:
-        return next(i for i, v in enumerate(self.args) if isinstance(v, torch.Tensor))
-
-    @property
-    def x(self) -> Tensor:
-        return self.args[self.at]
-
-    def on(self, x: Tensor) -> Call:
-        """The same call of another tensor; other tensors are like it."""
-        like = [torch.full_like(x, 0.3) if isinstance(v, torch.Tensor) else v for v in self.args]
-        like[self.at] = x
-        return replace(self, args=tuple(like))
-
-    def double(self) -> Call:
-        args = [v.double() if isinstance(v, torch.Tensor) else v for v in self.args]
-        return replace(self, args=tuple(args))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        args = (*self.args[: self.at], x, *self.args[self.at + 1 :])
-        # Some draw noise.
-        torch.manual_seed(0)
-        function = EXACT.get(str(self.op), self.op) if self.exact else self.op
-        return function(*args, **self.kwargs)
-
-    def rule(
-        self, kind: str, v: Tensor, x: Tensor | None = None, y: Tensor | None = None
-    ) -> Tensor:
-        x = self.x if x is None else x
-        args = (*self.args[: self.at], x, *self.args[self.at + 1 :])
-        return getattr(registry, kind)(self.op)(v, *args, result=y, **self.kwargs)
-
-    def pullback(self, g: Tensor) -> Tensor:
-        x = self.x.detach().requires_grad_()
-        (dx,) = torch.autograd.grad(self(x), x, g)
-        return dx
-
-    def pushforward(self, t: Tensor) -> Tensor:
-        with forward_ad.dual_level():
-            dual = forward_ad.unpack_dual(self(forward_ad.make_dual(self.x, t)))
-        return torch.zeros_like(dual.primal) if dual.tangent is None else dual.tangent
-
-
-class Recorder(TorchDispatchMode):
-    """Keeps the calls of one operator."""
-
-    def __init__(self, op: OpOverload) -> None:
-        super().__init__()
-        self.op = op
-        self.calls: list[Call] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is self.op:
-            self.calls.append(Call(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def find(name: str) -> OpOverload:
-    op = registry.find_op(name)
-    assert op is not None
-    return op
-
-
-def infos(name: str) -> list[Any]:
-    """The OpInfos through which the operator is reached."""
-    base = name.split(".")[1].removeprefix("special_").removesuffix("_with_noise")
-    base = {"clamp_max": "clamp", "clamp_min": "clamp"}.get(base, base)
-    return [info for info in op_db if info.name.split(".")[-1] == base]
-
-
-@functools.cache
-def calls(name: str, dtype: torch.dtype = torch.float64) -> tuple[Call, ...]:
-    """All OpInfo samples as calls of the operator itself, and those with more arguments; none
-    where autograd does not support the dtype.
-    """
-    recorder = Recorder(find(name))
-    known = [info for info in infos(name) if dtype in info.supported_backward_dtypes("cpu")]
-    for info in known:
-        for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
-            with recorder:
-                info.op(sample.input, *sample.args, **sample.kwargs)
-    more = MORE.get(name, []) if known else []
-    more = more + (MORE_COMPLEX.get(name, []) if dtype.is_complex else [])
-    for i, shape in enumerate([(5, 7), (), (0, 3)]):
-        for args in more:
-            x = make_tensor(shape, dtype=dtype, device="cpu", noncontiguous=i == 0)
-            filled = tuple(x if v is ... else v for v in args)
-            recorder.calls.append(Call(find(name), filled, {}))
-    return tuple(recorder.calls)
-
-
-def variants(name: str, dtype: torch.dtype = torch.float64) -> list[Call]:
-    """One call for each set of arguments other than the tensor."""
-    found = {}
-    for call in calls(name, dtype):
-        numbers = [v for v in call.args if not isinstance(v, torch.Tensor)]
-        found[repr((numbers, call.at, call.kwargs))] = call
-    return list(found.values())
-
-
-def cotangent(y: Tensor) -> Tensor:
-    """Non-uniform, of both signs."""
-    return make_tensor(y.shape, dtype=y.dtype, device="cpu", low=-2, high=2)
-
-
-def close(ours: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
-    torch.testing.assert_close(ours, expected, rtol=rtol, atol=1e-12, equal_nan=True)
-
-
 # --- tests --------------------------------------------------------------------------------------
 
 
@@ -238,20 +68,6 @@ def test_every_elementwise_entry_has_a_row_or_a_reason() -> None:
     assert len(ENTRIES) > 80
     assert set(ENTRIES) - known == set(EXCLUDED)
     assert {str(rule.op) for rule in registry.rules() if rule.kind == "jvp"} >= set(ROWS)
-
-
-@dtypes
-@rows
-def test_vjp_and_jvp_are_autograds_and_forward_ads(name: str, dtype: torch.dtype) -> None:
-    found = calls(name, dtype)
-    assert found or dtype.is_complex
-    for call in found:
-        y = call(call.x)
-        v, t = cotangent(y), cotangent(call.x)
-        expected = call.pullback(v), call.pushforward(t)
-        for result in (None, y):
-            close(call.rule("vjp", v, y=result), expected[0])
-            close(call.rule("jvp", t, y=result), expected[1])
 
 
 @rows
@@ -327,19 +143,6 @@ def second(dx: Tensor, g: Tensor, x: Tensor, v: Tensor) -> Sequence[Tensor]:
     if not dx.requires_grad:
         return torch.zeros_like(g), torch.zeros_like(x)
     return torch.autograd.grad(dx, (g, x), v, retain_graph=True, materialize_grads=True)
-
-
-@rows
-def test_a_symbolic_trace_fits_other_sizes(name: str) -> None:
-    sizes = [torch.rand(2, n, 3, dtype=torch.float64) for n in (4, 6)]
-    for call, kind in itertools.product(variants(name), ("vjp", "jvp")):
-        rule = on_any(call, kind)
-        graph = make_fx(rule, tracing_mode="symbolic")(sizes[0], sizes[0])
-        close(graph(sizes[1], sizes[1]), rule(sizes[1], sizes[1]))
-
-
-def on_any(call: Call, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda v, x: call.on(x).rule(kind, v)
 
 
 @handful

@@ -1,0 +1,319 @@
+"""Tests that no one writes: every rule put through what its kind owes, from its record alone.
+
+tests/samples.py makes the arguments, tests/generated.py and tests/slope_calls.py hold the checks.
+Slow checks are run for a few rules always and for all of them by `make sweep`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import generated
+import pytest
+import slope_calls
+import torch
+from samples import elementwise, sample, samples, shapes_of
+
+from normpass.decomps import registry
+from normpass.decomps.registry import Rule, rules
+from normpass.decomps.shapes import bind, parse, put
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from samples import Sample
+
+ROOT = Path(__file__).parents[2]
+TESTS = "tests/decomps"
+
+# Rules whose arguments do not follow from their records, why, and the tests by hand.
+_NO_RUNNING_STATISTICS = "its shapes leave out running_mean and running_var"
+NOT_GENERATED: dict[tuple[str, str], tuple[str, str]] = {
+    ("autograd", f"aten.{name}.default"): (_NO_RUNNING_STATISTICS, f"{TESTS}/test_orders.py")
+    for name in (
+        "_batch_norm_with_update",
+        "_native_batch_norm_legit",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "native_batch_norm",
+    )
+}
+
+# Modules of formulas whose records do not say what they are the derivatives of, and where that is
+# tested: the statistics that they take are functions of the input.
+VALUES_BY_HAND = {
+    "norms": f"{TESTS}/derivatives/test_norm_formulas.py",
+    "norm_jvps": f"{TESTS}/derivatives/test_norm_formulas.py",
+    "variances": f"{TESTS}/derivatives/test_variances.py",
+}
+
+# Formulas that are not compared in complex128.
+_NO_KERNEL = "the function has no complex kernel"
+REAL_ONLY = {
+    "cholesky_backward": "the diagonal of L is real, a random gradient's is not: upstream and ours "
+    "are then Hermitian only in what meets a Hermitian dA (test_linalg.py)",
+    "gelu_double_backward": _NO_KERNEL,
+    "glu_double_backward": _NO_KERNEL,
+    "glu_double_backward_grad_output": _NO_KERNEL,
+    "softmax_double_backward": _NO_KERNEL,
+}
+
+# Where results have not the dtypes that eager's have.
+WRONG_DTYPES = {
+    ("aten._native_batch_norm_legit.no_stats", torch.bfloat16): "the statistics that the "
+    "composition saves are float32, eager's on the CPU bfloat16",
+}
+
+# What the slow checks are always run for: of each kind and each way to be made.
+ALWAYS = {
+    "aten.native_group_norm_backward.default",
+    "aten.native_layer_norm.default",
+    "aten.pow.Scalar",
+    "aten.tanh.default",
+    "cat_tensors_backward",
+    "gelu_double_backward",
+    "group_norm_jvp",
+    "norm_backward.dim",
+}
+
+
+def known(rule: Rule) -> bool:
+    return (rule.kind, rule.name) not in NOT_GENERATED
+
+
+EVERY = [rule for rule in rules() if known(rule)]
+SLOPES = [rule for rule in EVERY if elementwise(rule)]
+BATCHING = [rule for rule in EVERY if rule.kind == "batching"]
+FUNCTIONS = [rule for rule in EVERY if rule not in SLOPES and rule not in BATCHING]
+FORMULAS = [rule for rule in FUNCTIONS if rule.kind in registry.DERIVATIVES]
+COMPOSITIONS = [rule for rule in FUNCTIONS if rule.kind == "autograd"]
+DECOMPOSITIONS = [rule for rule in FUNCTIONS if rule.kind == "decomposition"]
+
+
+def name(rule: Rule) -> str:
+    return f"{rule.kind}:{rule.name}"
+
+
+def each(chosen: Iterable[Rule], *, slow: bool = False, jvps: bool = True) -> pytest.MarkDecorator:
+    """A test of each of these rules. slow: most of them only in a sweep; so without jvps, those of
+    slopes, which are vjps but for a conjugate.
+    """
+
+    def swept(rule: Rule) -> bool:
+        return slow or (not jvps and elementwise(rule) and rule.kind == "jvp")
+
+    return pytest.mark.parametrize(
+        "rule",
+        [
+            pytest.param(
+                rule,
+                marks=[pytest.mark.sweep] if swept(rule) and rule.name not in ALWAYS else [],
+                id=name(rule),
+            )
+            for rule in chosen
+        ],
+    )
+
+
+def given(rule: Rule, which: int = 0) -> Sequence[Sample]:
+    made = slope_calls.samples_of(rule, which) if elementwise(rule) else samples(rule, which=which)
+    return list(made)
+
+
+# --- the records --------------------------------------------------------------------------------
+
+
+@each(rules())
+def test_shapes_name_every_tensor_in_order(rule: Rule) -> None:
+    if not known(rule):
+        with pytest.raises(ValueError, match="takes the tensors"):
+            shapes_of(rule)
+        return
+    assert rule.op is not None
+    parameters = list(inspect.signature(inspect.unwrap(rule.function)).parameters)
+    parameters = parameters[2:] if rule.kind == "batching" else parameters
+    types = [str(a.type) for a in rule.op._schema.arguments]
+    types = ["Tensor", *types] if elementwise(rule) else types
+    named = [p for p, t in zip(parameters, types, strict=False) if "Tensor" in t]
+    assert list(parse(rule.shapes).arguments) == named
+    returns = 1 if elementwise(rule) else len(rule.op._schema.returns)
+    assert len(parse(rule.shapes).results) == returns
+
+
+def test_every_rule_is_generated_or_explained() -> None:
+    here = {(rule.kind, rule.name) for rule in rules()}
+    assert NOT_GENERATED.keys() <= here
+    reached = {rule.name for rule in SLOPES if slope_calls.calls(rule.name)}
+    assert reached == {rule.name for rule in SLOPES}
+    files = {file for _, file in NOT_GENERATED.values()} | {*VALUES_BY_HAND.values()}
+    assert all((ROOT / file).is_file() for file in files)
+    assert ALWAYS | REAL_ONLY.keys() <= {rule.name for rule in EVERY}
+
+
+@pytest.mark.parametrize("rule", FORMULAS, ids=name)
+def test_every_formula_says_what_it_is_of_or_is_explained(rule: Rule) -> None:
+    module = inspect.unwrap(rule.function).__module__.rpartition(".")[2]
+    assert (rule.of is None) == (module in VALUES_BY_HAND)
+
+
+# --- every rule ---------------------------------------------------------------------------------
+
+
+@each(EVERY)
+def test_results_have_the_shapes_of_the_record(rule: Rule) -> None:
+    for one in given(rule):
+        generated.check_shapes(one)
+
+
+@each(SLOPES + FUNCTIONS, jvps=False)
+def test_fake_tensors_say_what_comes_out(rule: Rule) -> None:
+    for one in given(rule):
+        generated.check_fake(one)
+
+
+@each(SLOPES + FUNCTIONS, jvps=False)
+def test_a_trace_at_one_size_runs_at_another(rule: Rule) -> None:
+    generated.check_trace(given(rule)[0], given(rule, 1)[0])
+
+
+@pytest.mark.sweep
+@each(SLOPES + FUNCTIONS)
+def test_every_trace_at_one_size_runs_at_another(rule: Rule) -> None:
+    for first, second in zip(given(rule), given(rule, 1), strict=True):
+        generated.check_trace(first, second)
+
+
+@each(SLOPES + FUNCTIONS, jvps=False)
+def test_a_rule_can_be_differentiated(rule: Rule) -> None:
+    generated.check_derivatives(given(rule)[0])
+
+
+@pytest.mark.sweep
+@each(SLOPES + FUNCTIONS)
+def test_every_call_can_be_differentiated(rule: Rule) -> None:
+    for one in given(rule)[1:]:
+        generated.check_derivatives(one)
+
+
+@each(SLOPES + FUNCTIONS, slow=True)
+def test_derivatives_are_right_to_order_four(rule: Rule) -> None:
+    generated.check_orders(given(rule)[0])
+
+
+@each(SLOPES + FORMULAS + DECOMPOSITIONS, slow=True)
+def test_it_compiles(rule: Rule) -> None:
+    generated.check_compiled(given(rule)[0])
+
+
+@each(SLOPES + FORMULAS)
+def test_it_is_linear_in_gradients_and_tangents(rule: Rule) -> None:
+    assert rule.linear
+    for one in given(rule):
+        generated.check_linear(one)
+
+
+# --- elementwise --------------------------------------------------------------------------------
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+
+
+@dtypes
+@each(SLOPES)
+def test_a_slope_is_autograds_and_forward_ads(rule: Rule, dtype: torch.dtype) -> None:
+    calls = slope_calls.calls(rule.name, dtype)
+    assert calls or dtype.is_complex
+    for call in calls:
+        slope_calls.check_against_autograd(rule, call)
+
+
+@dtypes
+@each([rule for rule in SLOPES if rule.kind == "vjp"])
+def test_a_slope_is_that_of_finite_differences(rule: Rule, dtype: torch.dtype) -> None:
+    assert rule.op is not None
+    for call in slope_calls.variants(rule.name, dtype):
+        slope_calls.check_by_differences(rule, registry.jvp(rule.op), call)
+
+
+# --- formulas -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [
+        pytest.param(rule, dtype, id=f"{name(rule)}-{dtype}")
+        for rule in FORMULAS
+        for dtype in (torch.float64, torch.complex128)
+        if rule.of is not None and not (dtype.is_complex and rule.name in REAL_ONLY)
+    ],
+)
+def test_a_formula_is_the_derivative_that_it_says(rule: Rule, dtype: torch.dtype) -> None:
+    for one in samples(rule, dtype):
+        generated.check_derivative_of(one)
+
+
+@each(FORMULAS, slow=True)
+def test_opcheck(rule: Rule) -> None:
+    generated.check_operator(given(rule)[0])
+
+
+# --- decompositions and compositions ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@each(DECOMPOSITIONS + COMPOSITIONS)
+def test_it_is_no_less_accurate_than_what_it_replaces(rule: Rule, dtype: torch.dtype) -> None:
+    for one in samples(rule, dtype):
+        if (rule.name, dtype) in WRONG_DTYPES:
+            with pytest.raises(AssertionError, match=r"torch\.float32, not torch\.bfloat16"):
+                generated.check_replaces(one)
+        else:
+            generated.check_replaces(one)
+
+
+@each(COMPOSITIONS, slow=True)
+def test_a_compiled_tangent_is_the_compositions(rule: Rule) -> None:
+    generated.check_compiled_tangent(given(rule)[0])
+
+
+# --- batching -----------------------------------------------------------------------------------
+
+
+@each(BATCHING)
+def test_a_batching_rule_is_a_loop_over_examples(rule: Rule) -> None:
+    for one in given(rule):
+        for dims in generated.batchings(one):
+            generated.check_batched(one, dims)
+
+
+@each(BATCHING, slow=True)
+def test_a_compiled_vmap_is_a_loop_over_examples(rule: Rule) -> None:
+    generated.check_vmap_compiled(given(rule)[0])
+
+
+# --- the notation -------------------------------------------------------------------------------
+
+
+def test_shapes_are_read_and_put_to_sizes() -> None:
+    found = parse("x: *n 2d *m, w: d, s: -> y: *n d *m, mean: *n 1")
+    assert found.arguments == {"x": ("*n", "2d", "*m"), "w": ("d",), "s": ()}
+    sizes = {"d": 5, "*n": (3, 2), "*m": ()}
+    assert put(found.arguments["x"], sizes) == (3, 2, 10)
+    assert put(found.results["mean"], sizes) == (3, 2, 1)
+    assert bind(found.arguments["x"], (3, 2, 10), {"*n": 2, "*m": 0}) == sizes
+    with pytest.raises(ValueError, match="has 3 axes, the tensor's are"):
+        bind(found.arguments["x"], (3, 10), {"*n": 2, "*m": 0})
+
+
+@pytest.mark.parametrize("text", ["x: d", "x -> y", "x: D -> y: d", "x: d, x: d -> y: d"])
+def test_what_is_not_in_the_notation_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse(text)
+
+
+def test_a_number_that_nothing_tells_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sample.__globals__["NUMBERS"], "approximate")
+    rule: Any = registry.derivative("gelu_double_backward")
+    with pytest.raises(ValueError, match="nothing says what approximate of gelu_double_backward"):
+        sample(rule)

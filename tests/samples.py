@@ -1,0 +1,333 @@
+"""Random arguments for any rule, made from its record: shapes, schema, and what `sample` adds.
+
+Each axis has a small size of its own, so that a mistaken axis shows, and there are two sets of
+sizes, so that a graph traced at one can be run at the other. Tensors are random, positive where
+their names say variance; numbers follow from their names: `normalized_shape` is what the axes *d
+are. What follows neither from a name nor from a shape is said by the record (`Rule.sample`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.testing import make_tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from normpass.decomps.shapes import Shapes, bind, parse, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from normpass.decomps.registry import Rule
+
+# Two sizes of each axis, no two alike where they meet; k groups divide c channels, and stay: their
+# number is no symbol. r is cuDNN's reserve.
+SIZES = (
+    {"n": 3, "c": 4, "d": 5, "m": 7, "b": 6, "s": 9, "k": 2, "r": 0},
+    {"n": 5, "c": 6, "d": 7, "m": 4, "b": 3, "s": 8, "k": 2, "r": 0},
+)
+SECOND_AXIS = 11  # of "*n", where it stands for two
+
+POSITIVE = re.compile(r"(var|rstd|invstd)(_t|_p)?$")
+# Tensors that an operator takes or not; other optional tensors are there where they are needed.
+PARAMETERS = ("weight", "bias", "gamma", "weight_p", "weight_t", "bias_p", "bias_t")
+
+# Numbers that say of sizes what tensors say too.
+OF_SIZES = ("C", "HxW", "N", "normalized_shape", "sizes", "mat1_sizes", "mat1_strides")
+
+MASKS = {
+    2: ([True] * 2, [True, False], [False, True]),
+    3: ([True] * 3, [True, False, False], [False, True, True]),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where numbers are looked for: the sizes of axes, the shape of every name, and the names of
+    the tensors that may be None.
+    """
+
+    sizes: Mapping[str, Any]
+    shapes: Shapes
+    optional: frozenset[str]
+
+    def shape(self, name: str) -> tuple[Any, ...]:
+        return put({**self.shapes.arguments, **self.shapes.results}[name], self.sizes)
+
+    @property
+    def of_result(self) -> tuple[Any, ...]:
+        return self.shape(next(iter(self.shapes.results)))
+
+    def training(self) -> list[bool]:
+        """Training first, unless it would write to running statistics that have to be there."""
+        if "running_mean" not in self.shapes.arguments:
+            return [True]
+        return [True, False] if "running_mean" in self.optional else [False]
+
+    def reduced(self) -> list[int]:
+        """The places of the axes d, 2d or *d, counted from the end, where most axes are."""
+        every = [*self.shapes.arguments.values(), *self.shapes.results.values()]
+        for axes in sorted(every, key=len, reverse=True):
+            marked = [a for a in axes if a.lstrip("*0123456789") == "d"]
+            if marked:
+                after = len(put(axes[axes.index(marked[0]) + 1 :], self.sizes))
+                count = len(put(tuple(marked), self.sizes))
+                return list(range(-after - count, -after))
+        return [-1]
+
+
+def _strides(shape: Sequence[Any]) -> list[Any]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+# Numbers by their names: the first is taken, and each of the others once.
+NUMBERS: dict[str, Callable[[Place], Sequence[Any]]] = {
+    "C": lambda at: [at.sizes["c"]],
+    "HxW": lambda at: [math.prod(at.sizes["*s"])],
+    "N": lambda at: [at.sizes["n"]],
+    "alpha": lambda at: [2],
+    "approximate": lambda at: ["none", "tanh"],
+    "B_requires_grad": lambda at: [True],
+    "correction_opt": lambda at: [1, 0, None],
+    "device": lambda at: [None],
+    "dtype": lambda at: [None],
+    "eps": lambda at: [0.25],
+    "epsilon": lambda at: [0.25],
+    "exponential_average_factor": lambda at: [0.3],
+    "group": lambda at: [2],
+    "groups": lambda at: [2],
+    "keepdim": lambda at: [False],
+    "layout": lambda at: [None],
+    "left": lambda at: [True],
+    "mat1_layout": lambda at: [torch.strided],
+    "mat1_sizes": lambda at: [list(at.of_result)],
+    "mat1_strides": lambda at: [_strides(at.of_result)],
+    "momentum": lambda at: [0.3],
+    "normalized_shape": lambda at: [list(at.sizes["*d"])],
+    "p_": lambda at: [2.0, 3.0, 1.5],
+    "pin_memory": lambda at: [None],
+    "sizes": lambda at: [list(at.of_result)],
+    "train": lambda at: [True, False],
+    "training": lambda at: at.training(),
+    "update": lambda at: [True],
+    "upper": lambda at: [False, True],
+}
+
+
+def parameters(rule: Rule) -> dict[str, Any]:
+    """The parameters of a rule with their types in the schema; an elementwise rule takes one more,
+    the gradient or tangent, before those of its operator.
+    """
+    assert rule.op is not None
+    found = {a.name: a.type for a in rule.op._schema.arguments}
+    first = rule.linear if elementwise(rule) else ()
+    return {**dict.fromkeys(first, torch.TensorType.get()), **found}
+
+
+def elementwise(rule: Rule) -> bool:
+    """Whether this is a derivative of its operator, and not an operator itself."""
+    return rule.kind in ("vjp", "jvp") and rule.op is not None and rule.op.namespace != "normpass"
+
+
+def optional(rule: Rule) -> frozenset[str]:
+    """The tensors that may be None."""
+    types = {name: str(type) for name, type in parameters(rule).items()}
+    return frozenset(name for name, type in types.items() if type == "Optional[Tensor]")
+
+
+def is_tensor(type: Any) -> bool:
+    return "Tensor" in str(type)
+
+
+def shapes_of(rule: Rule) -> Shapes:
+    """The shapes by the names of the schema, in whose order they are; without the axis of vmap."""
+    found = parse(rule.shapes)
+    names = [name for name, type in parameters(rule).items() if is_tensor(type)]
+    if len(names) != len(found.arguments):
+        raise ValueError(f"{rule.name} takes the tensors {names}, its shapes are {rule.shapes}")
+    drop = 1 if rule.kind == "batching" else 0
+    arguments = {n: a[drop:] for n, a in zip(names, found.arguments.values(), strict=True)}
+    # A batching rule's results that are constants have no v.
+    results = {n: a[drop if a[0:1] == ("v",) else 0 :] for n, a in found.results.items()}
+    return Shapes(arguments, results)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments of one call of a rule, by the schema's names.
+
+    ranks  how many axes each "*n" is
+    extra  what `Rule.of` takes besides, of the sizes of its gradient
+    told   the numbers that `Rule.sample` tells
+    """
+
+    rule: Rule
+    label: str
+    given: dict[str, Any]
+    ranks: dict[str, int]
+    extra: dict[str, Any] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+
+    def __call__(self, *numbers: Tensor) -> Any:
+        """The rule of these arguments, or of others for `numbers`."""
+        return self.rule(*(self.on(numbers) if numbers else self.given).values())
+
+    def changed(self, **given: Any) -> Sample:
+        return replace(self, given={**self.given, **given})
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, those in lists and the extra ones too."""
+        return [v for v in tree_leaves((self.given, self.extra)) if isinstance(v, torch.Tensor)]
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The arguments that can be differentiated."""
+        return [v for v in tree_leaves(self.given) if is_number(v)]
+
+    def on(self, numbers: Sequence[Tensor]) -> dict[str, Any]:
+        """The arguments, with these for `numbers`."""
+        left = iter(numbers)
+        return tree_map_only(torch.Tensor, lambda v: next(left) if is_number(v) else v, self.given)
+
+    def resized(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The arguments, with these for `tensors`, and with what numbers then say of sizes, which
+        in a trace are symbols.
+        """
+        left = iter(tensors)
+        given, extra = tree_map_only(torch.Tensor, lambda v: next(left), (self.given, self.extra))
+        shapes, sizes = shapes_of(self.rule), dict[str, Any]()
+        gradients = {name: extra.get(name[1:]) for name in shapes.results}
+        for name, axes in {**shapes.results, **shapes.arguments}.items():
+            value = {**gradients, **given}.get(name)
+            if isinstance(value, torch.Tensor):
+                sizes.update(bind(axes, value.shape, self.ranks))
+        place = Place({**_sizes(0, self.ranks), **sizes}, shapes, optional(self.rule))
+        given.update({name: NUMBERS[name](place)[0] for name in OF_SIZES if name in given})
+        if self.told:
+            # Told again, of these tensors: only of numbers, for tensors may ask for sizes.
+            told = named(self.rule.sample, {**extra, **given})  # type: ignore[arg-type]
+            given.update({name: told[name] for name in self.told})
+        return given
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+
+
+def named(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """A function of those of these arguments that it names."""
+    return function(*(given[name] for name in inspect.signature(function).parameters))
+
+
+def samples(rule: Rule, dtype: torch.dtype = torch.float64, which: int = 0) -> Iterator[Sample]:
+    """The arguments that a record implies, at one of the two sets of sizes: first the plainest;
+    then two axes for each *n, each other value of a number, none of the parameters.
+    """
+    plain = sample(rule, dtype, which)
+    yield plain
+    if plain.ranks:
+        yield sample(rule, dtype, which, "two axes", rank=2)
+    for name in plain.given:
+        for value in _choices(rule, name)[1:]:
+            yield sample(rule, dtype, which, f"{name}={value}", fixed={name: value})
+    types = parameters(rule)
+    absent: dict[str, Any] = dict.fromkeys(optional(rule).intersection(PARAMETERS))
+    if absent:
+        masks = {name: _choices(rule, name)[1] for name in types if _is_mask(types[name])}
+        yield sample(rule, dtype, which, "without parameters", fixed={**absent, **masks})
+
+
+def sample(
+    rule: Rule,
+    dtype: torch.dtype = torch.float64,
+    which: int = 0,
+    label: str = "plain",
+    rank: int = 1,
+    fixed: Mapping[str, Any] | None = None,
+) -> Sample:
+    """Arguments at one set of sizes, where "*n" is `rank` axes; `fixed` are as they are said."""
+    shapes = shapes_of(rule)
+    terms = {*itertools.chain(*shapes.arguments.values(), *shapes.results.values())}
+    ranks = {term: rank for term in sorted(terms) if term.startswith("*")}
+    if "1" in terms:
+        # The one axis that a statistic keeps stands for all of *d.
+        ranks = {term: 1 if term == "*d" else rank for term in ranks}
+    place = Place(_sizes(which, ranks), shapes, optional(rule))
+    given = {
+        name: fixed[name] if fixed and name in fixed else _argument(name, type, place, dtype)
+        for name, type in parameters(rule).items()
+    }
+    if given.get("training"):
+        given.update(dict.fromkeys({"running_mean", "running_var"} & given.keys()))
+    wanted = inspect.signature(rule.of).parameters if rule.of else ()
+    known = {**shapes.arguments, **shapes.results}
+    extra = {
+        name: random(place.shape(f"d{name}" if f"d{name}" in known else f"g{name}"), dtype)
+        for name in wanted
+        if name not in given
+    }
+    told = named(rule.sample, {**given, **extra}) if rule.sample else {}
+    given, extra = ({k: told.get(k, v) for k, v in some.items()} for some in (given, extra))
+    if unknown := [name for name, value in given.items() if value is ...]:
+        raise ValueError(
+            f"nothing says what {', '.join(unknown)} of {rule.name} may be: neither NUMBERS nor "
+            "the record's `sample`"
+        )
+    numbers = tuple(k for k, v in told.items() if k in given and not tensors_in(v))
+    return Sample(rule, label, given, ranks, extra, numbers)
+
+
+def _sizes(which: int, ranks: Mapping[str, int]) -> dict[str, Any]:
+    sizes: dict[str, Any] = dict(SIZES[which])
+    for term, rank in ranks.items():
+        size = SIZES[which][term[1:]]
+        sizes[term] = (size, SECOND_AXIS + which)[:rank]
+    return sizes
+
+
+def _argument(name: str, type: Any, place: Place, dtype: torch.dtype) -> Any:
+    """A tensor, a list of two, or a number; `...` where it follows neither from name nor shape."""
+    if is_tensor(type):
+        count, positive = 2 if "List" in str(type) else 1, POSITIVE.search(name) is not None
+        made = [random(place.shape(name), dtype, positive) for _ in range(count)]
+        return made if count > 1 else made[0]
+    if _is_mask(type):
+        return [True] * len(place.shapes.results)
+    if name in ("dim", "dim_opt", "opt_dims"):
+        axes = place.reduced()
+        return axes if "List" in str(type) else axes[0]
+    return NUMBERS[name](place)[0] if name in NUMBERS else ...
+
+
+def _choices(rule: Rule, name: str) -> Sequence[Any]:
+    """The values of a number; it has at least one."""
+    type = parameters(rule)[name]
+    place = Place(_sizes(0, {}), shapes_of(rule), optional(rule))
+    if _is_mask(type):
+        return MASKS[len(place.shapes.results)]
+    several = name in NUMBERS and name not in OF_SIZES and not is_tensor(type)
+    return NUMBERS[name](place) if several else [None]
+
+
+def _is_mask(type: Any) -> bool:
+    return str(type) == "List[bool]"
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, positive: bool = False) -> Tensor:
+    """Between -2 and 2, or between 0.5 and 1.5 where positive."""
+    if positive:
+        return (torch.rand(tuple(shape), dtype=torch.float64) + 0.5).to(dtype)
+    return make_tensor(tuple(shape), dtype=dtype, device="cpu", low=-2, high=2)
