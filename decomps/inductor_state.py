@@ -112,9 +112,8 @@ def _slot(place: Place, first: Any = None) -> Any:
         def __call__(self, graph: Any) -> None:
             if self.place.active:
                 give_memory(graph)
-            for graph_pass in self._passes():
-                if graph_pass is not None:
-                    graph_pass(graph)
+            for graph_pass in filter(None, self._passes()):
+                graph_pass(graph)
 
         def uuid(self) -> Any | None:
             """None, which bypasses the caches, when a pass in the slot has no uuid."""
