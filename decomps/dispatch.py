@@ -8,10 +8,11 @@ an operator's `py_kernels` before its C++ kernels. Three keys get entries:
                        and its graphs stay as they are. Under forward mode and from the second level
                        on it is a composition of primitives, which is right to any order.
     FuncTorchBatched   Operators with a batching rule of ours, instead of functorch's.
-    ZeroTensor         What fake tensors must see of tangents that are zero (zero_tensors.py).
+    ZeroTensor         What fake tensors must see of tangents that are zero (zero_tensors.py), and,
+                       at the mode that records a graph, what it has for them.
 
-py_kernels, _dispatch_cache and _op_dk are private; they have these names in torch 2.11, 2.13 and
-2.15 (2.13 was run).
+py_kernels, python_key_table, _dispatch_cache and _op_dk are private; they have these names in torch
+2.11, 2.13 and 2.15 (2.13 was run).
 """
 
 from __future__ import annotations
@@ -20,23 +21,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch._inductor.decomposition  # noqa: F401  torch enters its own rules, for `_own` to find
+import torch
+import torch._inductor.decomposition  # enters torch's own rules, for `_own` to find
 from torch._C import DispatchKey
 from torch._ops import resolve_key
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from normpass.decomps.kernels import batched, derived
 from normpass.decomps.registry import by_op
+from normpass.decomps.zero_tensors import recorded
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from normpass.decomps.kernels import Function
 
+    Key = DispatchKey | type[ProxyTorchDispatchMode]
+
 # Autograd is entered by device, because only then is it known which kernel the rule stands before.
 _KEYS = tuple(
     getattr(DispatchKey, f"Autograd{device}")
     for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1", "Meta")
 )
+_efficientzerotensor = torch.ops.aten._efficientzerotensor.default
 _ABSENT: Any = object()
 
 
@@ -44,8 +51,8 @@ _ABSENT: Any = object()
 class TracingRules:
     """The rules of one installation, with what was there before them."""
 
-    ours: dict[tuple[OpOverload, DispatchKey], Function]
-    before: dict[tuple[OpOverload, DispatchKey], Any]
+    ours: dict[tuple[OpOverload, Key], Function]
+    before: dict[tuple[OpOverload, Key], Any]
 
     @classmethod
     def apply(cls) -> TracingRules:
@@ -57,23 +64,30 @@ class TracingRules:
             rules._enter(op, DispatchKey.FuncTorchBatched, batched(op, rule))
         for op, kernel in by_op("zero_tensor").items():
             rules._enter(op, DispatchKey.ZeroTensor, kernel)
+        rules._enter(_efficientzerotensor, ProxyTorchDispatchMode, recorded)
         return rules
 
-    def _enter(self, op: OpOverload, key: DispatchKey, function: Function) -> None:
-        self.before[op, key] = op.py_kernels.get(key, _ABSENT)
-        self.ours[op, key] = op.py_kernels[key] = function
+    def _enter(self, op: OpOverload, key: Key, function: Function) -> None:
+        table = _table(op, key)
+        self.before[op, key] = table.get(key, _ABSENT)
+        self.ours[op, key] = table[key] = function
         op._dispatch_cache.clear()
 
     def revert(self) -> None:
         """Puts back what ours replaced; what somebody else put there since is theirs."""
         for (op, key), rule in self.ours.items():
-            if op.py_kernels.get(key) is not rule:
+            table = _table(op, key)
+            if table.get(key) is not rule:
                 continue
             if self.before[op, key] is _ABSENT:
-                del op.py_kernels[key]
+                del table[key]
             else:
-                op.py_kernels[key] = self.before[op, key]
+                table[key] = self.before[op, key]
             op._dispatch_cache.clear()
+
+
+def _table(op: OpOverload, key: Key) -> dict[Any, Any]:
+    return op.py_kernels if isinstance(key, DispatchKey) else op.python_key_table
 
 
 def _own(op: OpOverload, key: DispatchKey) -> Function:

@@ -97,8 +97,6 @@ def _slot(place: Place, first: Any = None) -> Any:
     # The base class is made at the first call: importing it takes a second.
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    from normpass.decomps.zero_tensors import give_memory
-
     class Slot(CustomGraphPass):
         def __init__(self) -> None:
             self.place = place
@@ -110,8 +108,6 @@ def _slot(place: Place, first: Any = None) -> Any:
             return self
 
         def __call__(self, graph: Any) -> None:
-            if self.place.active:
-                give_memory(graph)
             for graph_pass in filter(None, self._passes()):
                 graph_pass(graph)
 

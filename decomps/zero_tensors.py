@@ -7,7 +7,10 @@ compute on the meta device. So a trace gets meta tensors, or tangents that are l
 expanded zero and cannot be written: "expected device cpu but got meta" and "more than one element
 of the written-to tensor refers to a single memory location". With a second level of derivatives
 any product of the kind (x.sum() * v).sum() fails so, in torch 2.13. Here they are written with what
-fake tensors see; and what is left of such zeros in a graph gets memory before Inductor compiles it.
+fake tensors see, and graphs record zeros with memory.
+
+get_proxy_slot and set_proxy_slot are private; they have these names in torch 2.11, 2.13 and 2.15
+(2.13 was run).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.fx import Graph
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -129,13 +132,16 @@ def _new_zeros_with_same_feature_meta(
     return torch.zeros(shape, dtype=other.dtype, device=other.device)
 
 
-def give_memory(graph: Graph) -> None:
-    """Writes zeros where a graph has a zero without memory: the kernels that Inductor makes read
-    what they are given, and would follow a null pointer.
+def recorded(mode: ProxyTorchDispatchMode, size: Any, **kwargs: Any) -> Tensor:
+    """What a graph has in place of a zero without memory: zeros. The trace goes on knowing that it
+    is zero, but the graph's next kernel would be handed a null pointer, which torch 2.13 does
+    under Inductor and under aot_eager (the jvp of torch.ldexp in its first argument).
     """
-    for node in graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default):
-        with graph.inserting_before(node):
-            zeros = graph.call_function(aten.full.default, (node.args[0], 0), node.kwargs)
-        zeros.meta = dict(node.meta)
-        node.replace_all_uses_with(zeros)
-        graph.erase_node(node)
+    # Imported late: with it, listing the rules would take a second.
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+
+    zero: Tensor = aten._efficientzerotensor(size, **kwargs)
+    with mode:
+        zeros = aten.full(size, 0, **kwargs)
+    set_proxy_slot(zero, mode.tracer, get_proxy_slot(zeros, mode.tracer))
+    return zero

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 NORMS = list(by_op("autograd"))
-CHANGED = {op for kind in ("autograd", "batching", "zero_tensor") for op in by_op(kind)}
+CHANGED = {op for kind in ("autograd", "batching", "zero_tensor") for op in by_op(kind)} | {
+    aten._efficientzerotensor.default
+}
 
 
 def kernels() -> dict[Any, dict[Any, Any]]:
-    return {op: dict(op.py_kernels) for op in CHANGED}
+    return {op: {**op.py_kernels, **op.python_key_table} for op in CHANGED}
 
 
 def test_the_norms_have_compositions() -> None:
