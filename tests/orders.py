@@ -112,6 +112,19 @@ NORMS: dict[str, tuple[Callable[[], Function], Function]] = {
     ),
 }
 
+# Norms over the last axis, of size 6, of one example under vmap.
+VMAPPED: dict[str, Function] = {
+    "layer": lambda x: F.layer_norm(x, (6,), W6, B6),
+    "layer, weights batched": lambda x: F.layer_norm(x, (6,), x[0, 0] * 2, x[0, 1]),
+    "layer, keywords": lambda x: torch.ops.aten.native_layer_norm(
+        x, [6], weight=x[0, 0] * 2, bias=None, eps=1e-3
+    )[0],
+    "group": lambda x: F.group_norm(x.movedim(-1, 1), 3, W6, B6),
+    "batch": lambda x: F.batch_norm(x.movedim(-1, 1), None, None, W6, B6, True),
+    "batch, eval": lambda x: F.batch_norm(x.movedim(-1, 1), B6, VAR, W6, B6, False),
+    "instance": lambda x: F.instance_norm(x.movedim(-1, 1), None, None, W6, B6),
+}
+
 V, C = fixed(*SHAPE).flip(0), fixed(*SHAPE).flip(2)
 ONE = torch.ones((), dtype=torch.float64)
 

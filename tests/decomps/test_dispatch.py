@@ -131,16 +131,6 @@ def test_batch_norm_as_a_composition(dtype: torch.dtype, training: bool) -> None
         torch.testing.assert_close(ours, stock, check_dtype=True, **tolerance)
 
 
-W, B = torch.linspace(0.5, 2, 6).double(), torch.linspace(-1, 1, 6).double()
-VMAPPED = {
-    "layer": lambda x: F.layer_norm(x, (6,), W, B),
-    "layer, weights batched": lambda x: F.layer_norm(x, (6,), x[0, 0] * 2, x[0, 1]),
-    "group": lambda x: F.group_norm(x.movedim(-1, 1), 3, W, B),
-    "batch": lambda x: F.batch_norm(x.movedim(-1, 1), None, None, W, B, True),
-    "batch, eval": lambda x: F.batch_norm(x.movedim(-1, 1), B, W, W, B, False),
-    "instance": lambda x: F.instance_norm(x.movedim(-1, 1), None, None, W, B),
-}
-
 # Where nothing but the rule could copy: group_norm and instance_norm copy a permuted input.
 READ_IN_PLACE = ("layer", "batch", "batch, eval")
 
@@ -160,14 +150,14 @@ def traced(function: Any, x: torch.Tensor) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("norm", VMAPPED)
+@pytest.mark.parametrize("norm", orders.VMAPPED)
 def test_vmap_goes_by_our_rules(norm: str, dim: int) -> None:
     """Values and gradients as in eager mode, without copies and without weights of ones."""
     x = torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x.movedim(0, dim)
 
     def loss(v: torch.Tensor) -> torch.Tensor:
-        return VMAPPED[norm](v).sin().sum()
+        return orders.VMAPPED[norm](v).sin().sum()
 
     def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return vmap(loss, in_dims=dim)(x), vmap(grad(loss), in_dims=dim)(x)

@@ -194,29 +194,15 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert away < 40 * torch.finfo(dtype).eps
 
 
-W, B = torch.linspace(0.5, 2, 6).double(), torch.linspace(-1, 1, 6).double()
-VMAPPED = {
-    "layer": lambda x: F.layer_norm(x, (6,), W, B),
-    "layer, weights batched": lambda x: F.layer_norm(x, (6,), x[0, 0] * 2, x[0, 1]),
-    "group": lambda x: F.group_norm(x.movedim(-1, 1), 3, W, B),
-    "batch": lambda x: F.batch_norm(x.movedim(-1, 1), None, None, W, B, True),
-    "batch, eval": lambda x: F.batch_norm(x.movedim(-1, 1), B, W, W, B, False),
-    "instance": lambda x: F.instance_norm(x.movedim(-1, 1), None, None, W, B),
-    "layer, keywords": lambda x: aten.native_layer_norm(
-        x, [6], weight=x[0, 0] * 2, bias=None, eps=1e-3
-    )[0],
-}
-
-
 @pytest.mark.usefixtures("rules")
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("norm", VMAPPED)
+@pytest.mark.parametrize("norm", orders.VMAPPED)
 def test_vmap_is_the_loop_over_examples(norm: str, dim: int) -> None:
     x = torch.randn(5, 3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x.movedim(0, dim)
 
     def loss(v: Tensor) -> Tensor:
-        return VMAPPED[norm](v).sin().sum()
+        return orders.VMAPPED[norm](v).sin().sum()
 
     for transform in (loss, grad(loss)):
         want = torch.stack([transform(v) for v in x.unbind(dim)])
