@@ -36,8 +36,9 @@ def statistics(x: Tensor, rstd: Tensor, reduced: Sequence[int]) -> tuple[Tensor,
     A backward operator is not told eps; rstd^-2 - var is that constant, and added to var it gives
     rstd^-2 again without loss.
     """
-    x = x.to(working(x.dtype))
-    var, mean = torch.var_mean(x, list(reduced), correction=0, keepdim=True)
+    x, axes = x.to(working(x.dtype)), list(reduced)
+    mean = x.mean(axes, keepdim=True)
+    var = (x - mean).square().mean(axes, keepdim=True)  # torch.var warns of an empty x
     eps = (rstd.to(x.dtype).view(var.shape).pow(-2) - var).detach()
     return mean, torch.rsqrt(var + eps)
 

@@ -11,6 +11,8 @@ import orders
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch._subclasses import FakeTensorMode
 from torch.func import grad, vmap
 
 from normpass.decomps import eager
@@ -221,6 +223,59 @@ def test_vmap_goes_by_our_rules() -> None:
     assert copies()
     with registered(eager=True):
         assert not copies()
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("norm", TAPED)
+def test_gradcheck_and_gradgradcheck(norm: str) -> None:
+    function, _, channels = TAPED[norm]
+    leaves = orders.fixed(*orders.SHAPE), orders.fixed(channels) + 1.5, orders.fixed(channels)
+    leaves = tuple(leaf.requires_grad_() for leaf in leaves)
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
+def test_nothing_at_all(norm: str) -> None:
+    """An empty batch, up to the third order."""
+    function = {
+        "layer_norm": lambda x: F.layer_norm(x, (5,)),
+        "group_norm": lambda x: F.group_norm(x, 3),
+    }[norm]
+    x = torch.randn(0, 6, 5, requires_grad=True)
+    value = function(x).pow(3).sum()
+    for _ in range(3):
+        (g,) = torch.autograd.grad(value, x, create_graph=True)
+        assert g.shape == x.shape
+        value = g.pow(2).sum()
+
+
+@pytest.mark.usefixtures("rules")
+def test_elsewhere_than_on_the_tape() -> None:
+    """Inference mode, autocast, fake and meta tensors, subclasses, checkpoints."""
+
+    class Tagged(torch.Tensor):
+        pass
+
+    norm, x = torch.nn.LayerNorm(5), orders.fixed(4, 5).float()
+    want = norm(x).detach()
+    with torch.inference_mode():
+        assert norm(x).is_inference()
+    assert type(norm(x.as_subclass(Tagged))) is Tagged
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert norm(x.bfloat16()).dtype == torch.bfloat16  # with float32 weights
+    assert torch.nn.LayerNorm(5, device="meta")(x.to("meta")).shape == want.shape
+    with FakeTensorMode():
+        fake = torch.nn.BatchNorm1d(5)(torch.randn(4, 5, requires_grad=True))
+        fake.sum().backward()
+    leaf = x.clone().requires_grad_()
+    kept = torch.utils.checkpoint.checkpoint(norm, leaf, use_reentrant=False)
+    assert torch.equal(kept, want)
+    kept.square().sum().backward()
+    plain = x.clone().requires_grad_()
+    norm(plain).square().sum().backward()
+    assert torch.equal(leaf.grad, plain.grad)  # type: ignore[arg-type]
 
 
 def test_everything_is_put_back() -> None:
