@@ -28,7 +28,7 @@ from normpass.backend.plan import make_plan
 from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import registry
-from normpass.decomps.activate import is_registered
+from normpass.decomps.activate import is_registered, without_ours
 from normpass.passes.pipeline import Decision, Fused, fuse_graph
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def _compile_with_inductor(
 
     patches = {**(list_mode_options(mode) if mode else {}), **settings.inductor}
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
-    patches["post_grad_custom_pre_pass"] = FusionPass(settings, _as_tuple(before))
+    # What `register` fuses under stock Inductor is fused here, with these options, and once.
+    patches["post_grad_custom_pre_pass"] = FusionPass(settings, _as_tuple(without_ours(before)))
     compiled: Any = compile_fx(
         graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
     )

@@ -17,9 +17,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from normpass.decomps.inductor_state import PassPatch, Place, TablePatch, inductor_tables
+from normpass.decomps.inductor_state import (
+    PassPatch,
+    Place,
+    TablePatch,
+    inductor_tables,
+    without,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,6 +150,14 @@ def is_registered() -> bool:
     """Whether the rules are installed in this process."""
     with _STATE.lock:
         return _STATE.installed is not None
+
+
+def without_ours(passes: Any) -> Any:
+    """A value of Inductor's post_grad_custom_pre_pass without the pass that `register` put there:
+    for who brings one of its own.
+    """
+    with _STATE.lock:
+        return passes if _STATE.installed is None else without(passes, _STATE.installed.place)
 
 
 def _check(running_stats: str) -> None:

@@ -152,7 +152,7 @@ def _with(value: Any, place: Place) -> Any:
     return (*_as_tuple(value), _slot(place))
 
 
-def _without(value: Any, place: Place) -> Any:
+def without(value: Any, place: Place) -> Any:
     """A configured value without slots of ours; the same object if there are none in it."""
     if _is_ours(value, place):
         return value.first
@@ -190,11 +190,11 @@ class PassPatch:
         from torch._inductor import config
 
         # The default first: what is read then is this thread's own setting, if it has one.
-        rest = _without(self.entry.default, self.place)
+        rest = without(self.entry.default, self.place)
         if rest is not self.entry.default:
             self.entry.default = _as_before(rest, self.default)
         value = getattr(config, _NAME)
-        rest = _without(value, self.place)
+        rest = without(value, self.place)
         if rest is not value:
             setattr(config, _NAME, _as_before(rest, self.own))
 

@@ -21,7 +21,7 @@ from normpass.passes.numbers import express
 from normpass.passes.vocabulary import Kind, kind_of, reduced_dims
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from normpass.passes.numbers import Number
 
@@ -68,10 +68,13 @@ class Domain:
     def __init__(self) -> None:
         self.table: list[_Axis] = []
         self.dims: dict[Node, Dims] = {}
+        # What dimensions have become. Shared with copies, and left to them when an axis changes.
+        self.resolved: dict[Dims, tuple[int, ...]] = {}
 
     def copy(self) -> Domain:
         other = Domain()
         other.table, other.dims = list(self.table), dict(self.dims)
+        other.resolved = self.resolved
         return other
 
     # ---- axes
@@ -87,8 +90,14 @@ class Domain:
         """The axes that these have become."""
         result: list[int] = []
         for axis in axes:
-            parts = self.table[axis].parts
-            result += [axis] if parts is None else self.resolve(parts)
+            entry = self.table[axis]
+            if entry.parts is None:
+                result.append(axis)
+                continue
+            final = self.resolve(entry.parts)
+            if final != entry.parts:  # the way there is made once
+                self.table[axis] = _Axis(entry.extent, final)
+            result += final
         return tuple(result)
 
     def extent(self, axis: int) -> sympy.Expr:
@@ -96,7 +105,23 @@ class Domain:
 
     def axes(self, node: Node) -> tuple[int, ...]:
         """All axes of a node's dimensions, in order."""
-        return tuple(axis for dim in self.dims[node] for axis in self.resolve(dim))
+        return self.axes_of(self.dims[node])
+
+    def axes_of(self, dims: Dims) -> tuple[int, ...]:
+        axes = self.resolved.get(dims)
+        if axes is None:
+            axes = tuple(axis for dim in dims for axis in self.resolve(dim))
+            self.resolved[dims] = axes
+        return axes
+
+    def every_axes(self) -> Iterator[tuple[int, ...]]:
+        """The axes of each node; of nodes with the same dimensions once."""
+        return map(self.axes_of, set(self.dims.values()))
+
+    def become(self, axis: int, parts: tuple[int, ...]) -> None:
+        """An axis is made of others from now on."""
+        self.table[axis] = _Axis(self.extent(axis), parts)
+        self.resolved = {}
 
     def unify(self, left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
         """Makes two spellings of one dimension the same, splitting axes where needed."""
@@ -117,7 +142,7 @@ class Domain:
                     b.insert(0, rest)
                 else:
                     raise NotExpressible(f"a dimension of {ex} elements meets one of {ey}")
-            self.table[y] = _Axis(self.extent(y), (x,))
+            self.become(y, (x,))
             result.append(x)
             a, b = list(self.resolve(a)), list(self.resolve(b))
         if a or b:
@@ -128,7 +153,7 @@ class Domain:
         """Splits an axis in two, given the extent of the outer part."""
         inner = sympy.cancel(self.extent(axis) / outer)
         parts = (*self.new(outer), *self.new(inner))
-        self.table[axis] = _Axis(self.extent(axis), parts)
+        self.become(axis, parts)
         return parts[0], parts[1]
 
     # ---- nodes
@@ -168,10 +193,10 @@ class Domain:
 
     def check(self) -> None:
         """No tensor may run along one axis twice: that would be a diagonal."""
-        for node in self.dims:
-            axes = self.axes(node)
+        for axes in self.every_axes():
             if len(set(axes)) != len(axes):
-                raise NotExpressible(f"{node.name} runs along one axis twice")
+                twice = next(node for node in self.dims if self.axes(node) == axes)
+                raise NotExpressible(f"{twice.name} runs along one axis twice")
 
     def check_numbers(self, node: Node) -> None:
         """Numbers of the graph may be arguments where the domain's extents tell them."""

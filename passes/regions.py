@@ -184,7 +184,7 @@ class Grower:
         except NotExpressible:
             return None
         inside = set(trial.resolve(whole))
-        if any(not inside.issuperset(trial.axes(node)) for node in trial.dims):
+        if not all(map(inside.issuperset, trial.every_axes())):
             return None
         grown = members | added
         outside = {arg for node in grown for arg in node.all_input_nodes} - grown
