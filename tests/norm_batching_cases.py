@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._decomp import decomposition_table
+from stand_ins import MASK, RESERVE, cudnn, rms_backward, vendors_backward
 
 from normpass.decomps.registry import batch_rule, find_op
 
@@ -21,8 +21,6 @@ aten = torch.ops.aten
 V, N, C, S, K = 3, 4, 6, 5, 2
 INFO = SimpleNamespace(batch_size=V, randomness="error")
 SIZES = {"x": (N, C, S), "d": (C, S), "c": (C,), "n1": (N, 1, 1), "group": (N, K)}
-MASK = [True, True, True]
-RESERVE = torch.empty(0, dtype=torch.uint8)
 
 
 class Case(NamedTuple):
@@ -53,27 +51,6 @@ class Case(NamedTuple):
 
 def count(kinds: Sequence[Any]) -> int:
     return sum(isinstance(kind, str) for kind in kinds)
-
-
-# --- what stands for operators that have no kernel for the CPU ----------------------------------
-
-
-def cudnn(*args: Any) -> Any:
-    """cuDNN's batch norm is native_batch_norm with an empty reserve."""
-    return *aten.native_batch_norm(*args), RESERVE
-
-
-def vendors_backward(x: Tensor, g: Tensor, *rest: Any) -> Any:
-    """cuDNN's and MIOpen's are native_batch_norm_backward in train mode."""
-    *statistics, eps = rest[:6]
-    return aten.native_batch_norm_backward(g, x, *statistics, True, eps, MASK)
-
-
-def rms_backward(*args: Any) -> Any:
-    """torch's own decomposition; as CUDA has it, dweight is of the weight's dtype."""
-    dx, dweight = decomposition_table[aten._fused_rms_norm_backward.default](*args)
-    weight = args[4]
-    return dx, dweight if dweight is None else dweight.to(weight.dtype)
 
 
 # --- the cases ----------------------------------------------------------------------------------

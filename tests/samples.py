@@ -19,6 +19,7 @@ import torch
 from torch.testing import make_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from normpass.decomps.registry import rules
 from normpass.decomps.shapes import Shapes, bind, parse, put
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ NUMBERS: dict[str, Callable[[Place], Sequence[Any]]] = {
     "sizes": lambda at: [list(at.of_result)],
     "train": lambda at: [True, False],
     "training": lambda at: at.training(),
-    "update": lambda at: [True],
+    "update": lambda at: [True, False],
     "upper": lambda at: [False, True],
 }
 
@@ -145,6 +146,55 @@ def optional(rule: Rule) -> frozenset[str]:
 
 def is_tensor(type: Any) -> bool:
     return "Tensor" in str(type)
+
+
+def shared(rule: Rule) -> bool:
+    """Whether its function is that of several operators, whose own names its shapes then have."""
+    of = inspect.unwrap(rule.function)
+    return any(
+        other.kind == rule.kind and other.op != rule.op and inspect.unwrap(other.function) is of
+        for other in rules()
+    )
+
+
+def tensor_names(rule: Rule) -> list[str]:
+    """The tensors that a rule takes, in its order and by the names that its shapes have for them:
+    those of the operator where the function is shared, else those of its parameters.
+    """
+    assert rule.op is not None
+    types = parameters(rule)
+    names = list(types)
+    if not shared(rule) and not takes_the_rest(rule):
+        names = list(inspect.signature(inspect.unwrap(rule.function)).parameters)
+        # A batching rule takes info and in_dims first, a backward's derivative the gradients.
+        names = names[2:] if rule.kind == "batching" else names[int(of_backward(rule)) :]
+    return [name for name, type in zip(names, types.values(), strict=False) if is_tensor(type)]
+
+
+def takes_the_rest(rule: Rule) -> bool:
+    """Whether its parameters end in *args: of an elementwise operator, of a view."""
+    kinds = [p.kind for p in inspect.signature(inspect.unwrap(rule.function)).parameters.values()]
+    return inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def of_backward(rule: Rule) -> bool:
+    """Whether this is the derivative of one of ATen's backward operators, f(grads, *args)."""
+    return rule.kind == "double_backward" and rule.op is not None and rule.op.namespace == "aten"
+
+
+def written(rule: Rule) -> frozenset[str]:
+    """The tensors that the operator writes to."""
+    assert rule.op is not None
+    return frozenset(
+        a.name for a in rule.op._schema.arguments if a.alias_info and a.alias_info.is_write
+    )
+
+
+def in_evaluation(given: Sample) -> bool:
+    """Whether a norm is evaluated, and not in training."""
+    assert given.rule.op is not None
+    never = ("aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update")
+    return given.given.get("training") is False or given.rule.op.name() in never
 
 
 def shapes_of(rule: Rule) -> Shapes:
@@ -190,13 +240,21 @@ class Sample:
 
     @property
     def numbers(self) -> list[Tensor]:
-        """The arguments that can be differentiated."""
-        return [v for v in tree_leaves(self.given) if is_number(v)]
+        """The arguments that can be differentiated: none that the operator writes to."""
+        kept = [v for name, v in self.given.items() if name not in written(self.rule)]
+        return [v for v in tree_leaves(kept) if is_number(v)]
 
     def on(self, numbers: Sequence[Tensor]) -> dict[str, Any]:
         """The arguments, with these for `numbers`."""
-        left = iter(numbers)
-        return tree_map_only(torch.Tensor, lambda v: next(left) if is_number(v) else v, self.given)
+        left, fixed = iter(numbers), written(self.rule)
+
+        def put(v: Tensor) -> Tensor:
+            return next(left) if is_number(v) else v
+
+        return {
+            name: v if name in fixed else tree_map_only(torch.Tensor, put, v)
+            for name, v in self.given.items()
+        }
 
     def resized(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """The arguments, with these for `tensors`, and with what numbers then say of sizes, which

@@ -16,6 +16,7 @@ from normpass.decomps.norms.spellings import (
     in_order,
     is_functional,
     is_vendors,
+    tensors,
 )
 from normpass.decomps.registry import find_op
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 RULES = "aten/src/ATen/functorch/BatchRulesNorm.cpp"
 NATIVE = "aten/src/ATen/native/Normalization.cpp"
 
-_GIVEN = "input: v n c *s, weight: v c, bias: v c"
-_RUNNING = "running_mean: v c, running_var: v c"
 _SAVED = "y: v n c *s, mean: v c, rstd: v c"
 
 
@@ -38,10 +37,9 @@ def _forward(name: str, source: str, why: str = "", **fixed: Any) -> None:
     if op is None:
         return
     reserve, functional, vendors = has_reserve(op), is_functional(op), is_vendors(op)
-    given = _GIVEN if "running_mean" in fixed else f"{_GIVEN}, {_RUNNING}"
     results = _SAVED + ", reserve: 0" * reserve + ", new_mean: v c, new_var: v c" * functional
 
-    @batching_rule(op, source=source, shapes=f"{given} -> {results}", why=why)
+    @batching_rule(op, source=source, shapes=f"{tensors(op, 'v ')} -> {results}", why=why)
     @wraps(normalize)
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
         dims = in_order(op, in_dims, FORWARD, **dict.fromkeys(fixed))
@@ -57,12 +55,9 @@ def _backward(name: str, source: str, why: str = "", **fixed: Any) -> None:
     op = find_op(name)
     if op is None:
         return
-    statistics = "running_mean: v c, running_var: v c, save_mean: v c, save_invstd: v c"
-    shapes = f"grad_out: v n c *s, input: v n c *s, weight: v c, {statistics} "
+    shapes = f"{tensors(op, 'v ')} -> dx: v n c *s, dweight: v c, dbias: v c"
 
-    @batching_rule(
-        op, source=source, shapes=f"{shapes}-> dx: v n c *s, dweight: v c, dbias: v c", why=why
-    )
+    @batching_rule(op, source=source, shapes=shapes, why=why)
     @wraps(gradients)
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
         dims = in_order(op, in_dims, BACKWARD, **dict.fromkeys(fixed))

@@ -13,7 +13,7 @@ import torch
 
 from normpass.decomps.axes import all_but, outer_and_inner
 from normpass.decomps.conventions import working
-from normpass.decomps.norms.spellings import BACKWARD, in_order, own_names
+from normpass.decomps.norms.spellings import BACKWARD, in_order, own_names, tensors
 from normpass.decomps.registry import derivative, find_op, register_rule
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ aten = torch.ops.aten
 
 SOURCE = "tools/autograd/derivatives.yaml"
 ALL = (True, True, True)
+# Of the statistics that tests save: the rules are not told it.
+_EPS = 0.25
 
 
 def statistics(x: Tensor, rstd: Tensor, reduced: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -49,6 +51,13 @@ def statistics(x: Tensor, rstd: Tensor, reduced: Sequence[int]) -> tuple[Tensor,
     source=f"{SOURCE}: native_layer_norm_backward",
     shapes="grad_out: *n *d, input: *n *d, mean: *n 1, rstd: *n 1, weight: *d, bias: *d "
     "-> dgrad_out: *n *d, dinput: *n *d, dweight: *d",
+    sample=lambda input, normalized_shape: dict(
+        zip(
+            ("mean", "rstd"),
+            aten.native_layer_norm(input, normalized_shape, None, None, _EPS)[1:],
+            strict=True,
+        )
+    ),
 )
 def layer_norm(
     grads: Grads,
@@ -102,13 +111,19 @@ def _rule(name: str, **fixed: Any) -> None:
     if op is None:
         return
     own = own_names(op)
+    axes = {"grad_out": "n c *s", "input": "n c *s", "weight": "c"}
+    results = ", ".join(f"d{own[name]}: {axes[name]}" for name in axes)
+
+    def saved(input: Tensor) -> dict[str, Tensor]:
+        _, mean, rstd = aten.native_batch_norm(input, None, None, None, None, True, 0, _EPS)
+        return {own["save_mean"]: mean, own["save_invstd"]: rstd}
 
     @register_rule(
         "double_backward",
         op,
         source=f"{SOURCE}: {name.split('.')[1]}",
-        shapes="grad_out: n c *s, input: n c *s, weight: c, running_mean: c, running_var: c, "
-        "save_mean: c, save_invstd: c -> dgrad_out: n c *s, dinput: n c *s, dweight: c",
+        shapes=f"{tensors(op)} -> {results}",
+        sample=saved,
     )
     @wraps(_batch_norm)
     def rule(grads: Grads, *args: Any) -> dict[str, Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 
 from normpass.decomps.axes import all_but, per_channel
 from normpass.decomps.conventions import working_dtype
-from normpass.decomps.norms.spellings import FORWARD, has_reserve, in_order, is_vendors
+from normpass.decomps.norms.spellings import FORWARD, has_reserve, in_order, is_vendors, tensors
 from normpass.decomps.norms.statistics import (
     check_running,
     moments,
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE = "aten/src/ATen/native/Normalization.cpp"
-SHAPES = "x: n c *s, weight: c, bias: c -> y: n c *s, save_mean: c, save_invstd: c"
+RESULTS = "y: n c *s, save_mean: c, save_invstd: c"
 
 _Results = tuple["Tensor", "Tensor", "Tensor"]
 
 
 def _normalize(
-    x: Tensor,
+    input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
@@ -43,19 +43,19 @@ def _normalize(
     momentum: float,
     eps: float,
 ) -> _Results:
-    """y = (x - mean) * rstd * weight + bias,  rstd = (var + eps)^(-1/2)
+    """y = (x - mean) * rstd * weight + bias,  rstd = (var + eps)^(-1/2),  x the input
 
     training: mean = mean_ns(x), var = mean_ns((x - mean)^2), and in place, m the size of (n, s):
         running_mean += momentum * (mean - running_mean)
         running_var  += momentum * (var * m / (m - 1) - running_var)
     else: mean = running_mean, var = running_var; on the CPU nothing is saved.
     """
-    given = (x, weight, bias, running_mean, running_var)
-    raised = x.to(working_dtype(given))
-    rank, kept = x.dim(), saved_dtype(*given)
+    given = (input, weight, bias, running_mean, running_var)
+    raised = input.to(working_dtype(given))
+    rank, kept = input.dim(), saved_dtype(*given)
     check_running(running_mean, running_var, training)
     if training:
-        mean, var, m = moments(raised, all_but(x, 1), x.shape)
+        mean, var, m = moments(raised, all_but(input, 1), input.shape)
         update(running_mean, mean, momentum)
         update(running_var, var * m / (m - 1), momentum)
     else:
@@ -69,10 +69,11 @@ def _normalize(
     if bias is not None:
         y = y + per_channel(bias, rank)
     if not training:
-        # A tensor of its own: the buffer goes on changing.
-        saved = (mean.clone(), rstd) if saves_running(x) else (x.new_empty(0), x.new_empty(0))
-        mean, rstd = saved
-    return y.to(x.dtype), mean.to(kept), rstd.to(kept)
+        if saves_running(input):
+            mean = mean.clone()  # a tensor of its own: the buffer goes on changing
+        else:
+            mean, rstd = input.new_empty(0), input.new_empty(0)
+    return y.to(input.dtype), mean.to(kept), rstd.to(kept)
 
 
 def _rule(name: str, why: str = "", **fixed: Any) -> None:
@@ -91,7 +92,8 @@ def _rule(name: str, why: str = "", **fixed: Any) -> None:
         return y, mean, rstd, *reserve
 
     source = f"{SOURCE}: batch_norm_cpu"
-    register_rule("autograd", op, source=source, shapes=SHAPES, why=why)(composition)
+    shapes = f"{tensors(op)} -> {RESULTS}" + ", reserve: 0" * has_reserve(op)
+    register_rule("autograd", op, source=source, shapes=shapes, why=why)(composition)
 
 
 _RESERVE = "the reserve, which is cuDNN's own, stays empty"

@@ -41,9 +41,13 @@ _SAME = {
     "exponential_average_factor": "momentum",
     "epsilon": "eps",
     "grad_output": "grad_out",
+    "reserveSpace": "reserve",
     "save_var": "save_invstd",
     "update": "train",
 }
+
+# What is no c.
+_AXES = {"grad_out": "n c *s", "input": "n c *s", "reserve": "r"}
 
 
 def in_order(
@@ -58,6 +62,16 @@ def own_names(op: OpOverload) -> dict[str, str]:
     """What this operator calls each of the common arguments, in its own order."""
     names = [argument.name for argument in op._schema.arguments]
     return {_SAME.get(name, name): name for name in names}
+
+
+def tensors(op: OpOverload, batch: str = "") -> str:
+    """The left of a rule's shapes: this operator's tensors. batch: the axis of vmap before all."""
+    types = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    return ", ".join(
+        f"{own}: {batch}{_AXES.get(name, 'c')}"
+        for name, own in own_names(op).items()
+        if "Tensor" in types[own]
+    )
 
 
 def has_reserve(op: OpOverload) -> bool:

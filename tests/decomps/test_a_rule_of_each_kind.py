@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import generated
+import generated_values
 import pytest
 import slope_calls
 import torch
@@ -116,15 +117,15 @@ def test_a_decomposition_and_a_composition(scaled: OpOverload) -> None:
             generated.check_trace(first, second)
             generated.check_derivatives(first)
             generated.check_orders(first)
-            generated.check_replaces(first)
+            generated_values.check_replaces(first)
     generated.check_compiled(next(samples(found)))
-    generated.check_compiled_tangent(next(samples(composition)))
+    generated_values.check_compiled_tangent(next(samples(composition)))
 
 
 def test_a_wrong_decomposition_fails(scaled: OpOverload) -> None:
     enter_decomposition(scaled, 1.001)
     for rule in added("decomposition", "autograd"):
-        assert fails(generated.check_replaces, next(samples(rule)))
+        assert fails(generated_values.check_replaces, next(samples(rule)))
 
 
 # --- batching -----------------------------------------------------------------------------------
@@ -152,10 +153,10 @@ def test_a_batching_rule(scaled: OpOverload) -> None:
     (rule,) = added("batching")
     for sample in samples(rule):
         generated.check_shapes(sample)
-        for dims in generated.batchings(sample):
-            generated.check_batched(sample, dims)
+        for dims in generated_values.batchings(sample):
+            generated_values.check_batched(sample, dims)
     calls.clear()
-    generated.check_vmap_compiled(next(samples(rule)))
+    generated_values.check_vmap_compiled(next(samples(rule)))
     assert calls, "the compiled vmap asked the rule"
     assert not scaled.py_kernels
 
@@ -163,8 +164,8 @@ def test_a_batching_rule(scaled: OpOverload) -> None:
 def test_a_wrong_batching_rule_fails(scaled: OpOverload) -> None:
     enter_batching(scaled, 1.001, [])
     (rule,) = added("batching")
-    assert fails(generated.check_batched, next(samples(rule)), (0, 0))
-    assert fails(generated.check_vmap_compiled, next(samples(rule)))
+    assert fails(generated_values.check_batched, next(samples(rule)), (0, 0))
+    assert fails(generated_values.check_vmap_compiled, next(samples(rule)))
 
 
 # --- vjp and jvp of an operator -----------------------------------------------------------------
@@ -269,7 +270,7 @@ def test_a_formula(kind: str) -> None:
         generated.check_derivatives(first)
         generated.check_orders(first)
         generated.check_linear(first)
-        generated.check_derivative_of(first)
+        generated_values.check_derivative_of(first)
     generated.check_compiled(next(samples(rule)))
     generated.check_operator(next(samples(rule)))
 
@@ -279,7 +280,7 @@ def test_a_wrong_formula_fails(kind: str) -> None:
     enter, factor = FORMULAS[kind]
     enter(f"wrong_{kind}_for_a_test", factor + 0.001)
     (rule,) = added(kind)
-    assert fails(generated.check_derivative_of, next(samples(rule)))
+    assert fails(generated_values.check_derivative_of, next(samples(rule)))
 
 
 def test_a_formula_that_is_not_linear_fails() -> None:

@@ -1,6 +1,7 @@
 """Tests that no one writes: every rule put through what its kind owes, from its record alone.
 
-tests/samples.py makes the arguments, tests/generated.py and tests/slope_calls.py hold the checks.
+tests/samples.py makes the arguments; tests/generated.py, tests/generated_values.py and
+tests/slope_calls.py hold the checks.
 Slow checks are run for a few rules always and for all of them by `make sweep`.
 """
 
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import generated
+import generated_values
 import pytest
 import slope_calls
 import torch
-from samples import elementwise, sample, samples, shapes_of
+from samples import elementwise, of_backward, sample, samples, tensor_names
 
 from normpass.decomps import registry
 from normpass.decomps.registry import Rule, rules
@@ -28,16 +30,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/decomps"
 
-# Rules whose arguments do not follow from their records, why, and the tests by hand.
-_NO_RUNNING_STATISTICS = "its shapes leave out running_mean and running_var"
-NOT_GENERATED: dict[tuple[str, str], tuple[str, str]] = {
-    ("autograd", f"aten.{name}.default"): (_NO_RUNNING_STATISTICS, f"{TESTS}/test_orders.py")
-    for name in (
-        "_batch_norm_with_update",
-        "_native_batch_norm_legit",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "native_batch_norm",
+# Kinds of rules whose arguments cannot be generated, why, and the tests by hand.
+BY_HAND: dict[str, tuple[str, str]] = {
+    "zero_tensor": (
+        "they take tensors that have no memory, and are entered at a dispatch key of these alone",
+        f"{TESTS}/test_zero_tensors.py",
     )
 }
 
@@ -60,12 +57,6 @@ REAL_ONLY = {
     "softmax_double_backward": _NO_KERNEL,
 }
 
-# Where results have not the dtypes that eager's have.
-WRONG_DTYPES = {
-    ("aten._native_batch_norm_legit.no_stats", torch.bfloat16): "the statistics that the "
-    "composition saves are float32, eager's on the CPU bfloat16",
-}
-
 # What the slow checks are always run for: of each kind and each way to be made.
 ALWAYS = {
     "aten.native_group_norm_backward.default",
@@ -79,14 +70,11 @@ ALWAYS = {
 }
 
 
-def known(rule: Rule) -> bool:
-    return (rule.kind, rule.name) not in NOT_GENERATED
-
-
-EVERY = [rule for rule in rules() if known(rule)]
+EVERY = [rule for rule in rules() if rule.kind not in BY_HAND]
 SLOPES = [rule for rule in EVERY if elementwise(rule)]
 BATCHING = [rule for rule in EVERY if rule.kind == "batching"]
-FUNCTIONS = [rule for rule in EVERY if rule not in SLOPES and rule not in BATCHING]
+BACKWARDS = [rule for rule in EVERY if of_backward(rule)]
+FUNCTIONS = [rule for rule in EVERY if rule not in SLOPES + BATCHING + BACKWARDS]
 FORMULAS = [rule for rule in FUNCTIONS if rule.kind in registry.DERIVATIVES]
 COMPOSITIONS = [rule for rule in FUNCTIONS if rule.kind == "autograd"]
 DECOMPOSITIONS = [rule for rule in FUNCTIONS if rule.kind == "decomposition"]
@@ -127,27 +115,20 @@ def given(rule: Rule, which: int = 0) -> Sequence[Sample]:
 
 @each(rules())
 def test_shapes_name_every_tensor_in_order(rule: Rule) -> None:
-    if not known(rule):
-        with pytest.raises(ValueError, match="takes the tensors"):
-            shapes_of(rule)
-        return
     assert rule.op is not None
-    parameters = list(inspect.signature(inspect.unwrap(rule.function)).parameters)
-    parameters = parameters[2:] if rule.kind == "batching" else parameters
-    types = [str(a.type) for a in rule.op._schema.arguments]
-    types = ["Tensor", *types] if elementwise(rule) else types
-    named = [p for p, t in zip(parameters, types, strict=False) if "Tensor" in t]
-    assert list(parse(rule.shapes).arguments) == named
+    shapes = parse(rule.shapes)
+    assert list(shapes.arguments) == tensor_names(rule)
     returns = 1 if elementwise(rule) else len(rule.op._schema.returns)
-    assert len(parse(rule.shapes).results) == returns
+    # A backward's derivative returns gradients by name: check_backward.
+    assert of_backward(rule) or len(shapes.results) == returns
 
 
 def test_every_rule_is_generated_or_explained() -> None:
-    here = {(rule.kind, rule.name) for rule in rules()}
-    assert NOT_GENERATED.keys() <= here
-    reached = {rule.name for rule in SLOPES if slope_calls.calls(rule.name)}
-    assert reached == {rule.name for rule in SLOPES}
-    files = {file for _, file in NOT_GENERATED.values()} | {*VALUES_BY_HAND.values()}
+    assert BY_HAND.keys() <= {rule.kind for rule in rules()}
+    assert {rule.name for rule in SLOPES if slope_calls.calls(rule.name)} == {
+        rule.name for rule in SLOPES
+    }
+    files = {file for _, file in BY_HAND.values()} | {*VALUES_BY_HAND.values()}
     assert all((ROOT / file).is_file() for file in files)
     assert ALWAYS | REAL_ONLY.keys() <= {rule.name for rule in EVERY}
 
@@ -161,7 +142,7 @@ def test_every_formula_says_what_it_is_of_or_is_explained(rule: Rule) -> None:
 # --- every rule ---------------------------------------------------------------------------------
 
 
-@each(EVERY)
+@each(SLOPES + FUNCTIONS + BATCHING)
 def test_results_have_the_shapes_of_the_record(rule: Rule) -> None:
     for one in given(rule):
         generated.check_shapes(one)
@@ -250,12 +231,21 @@ def test_a_slope_is_that_of_finite_differences(rule: Rule, dtype: torch.dtype) -
 )
 def test_a_formula_is_the_derivative_that_it_says(rule: Rule, dtype: torch.dtype) -> None:
     for one in samples(rule, dtype):
-        generated.check_derivative_of(one)
+        generated_values.check_derivative_of(one)
 
 
 @each(FORMULAS, slow=True)
 def test_opcheck(rule: Rule) -> None:
     generated.check_operator(given(rule)[0])
+
+
+# --- derivatives of backward operators ----------------------------------------------------------
+
+
+@each(BACKWARDS)
+def test_a_backwards_derivative_is_that_of_finite_differences(rule: Rule) -> None:
+    for one in given(rule):
+        generated_values.check_backward(one)
 
 
 # --- decompositions and compositions ------------------------------------------------------------
@@ -265,16 +255,12 @@ def test_opcheck(rule: Rule) -> None:
 @each(DECOMPOSITIONS + COMPOSITIONS)
 def test_it_is_no_less_accurate_than_what_it_replaces(rule: Rule, dtype: torch.dtype) -> None:
     for one in samples(rule, dtype):
-        if (rule.name, dtype) in WRONG_DTYPES:
-            with pytest.raises(AssertionError, match=r"torch\.float32, not torch\.bfloat16"):
-                generated.check_replaces(one)
-        else:
-            generated.check_replaces(one)
+        generated_values.check_replaces(one)
 
 
 @each(COMPOSITIONS, slow=True)
 def test_a_compiled_tangent_is_the_compositions(rule: Rule) -> None:
-    generated.check_compiled_tangent(given(rule)[0])
+    generated_values.check_compiled_tangent(given(rule)[0])
 
 
 # --- batching -----------------------------------------------------------------------------------
@@ -283,13 +269,13 @@ def test_a_compiled_tangent_is_the_compositions(rule: Rule) -> None:
 @each(BATCHING)
 def test_a_batching_rule_is_a_loop_over_examples(rule: Rule) -> None:
     for one in given(rule):
-        for dims in generated.batchings(one):
-            generated.check_batched(one, dims)
+        for dims in generated_values.batchings(one):
+            generated_values.check_batched(one, dims)
 
 
 @each(BATCHING, slow=True)
 def test_a_compiled_vmap_is_a_loop_over_examples(rule: Rule) -> None:
-    generated.check_vmap_compiled(given(rule)[0])
+    generated_values.check_vmap_compiled(given(rule)[0])
 
 
 # --- the notation -------------------------------------------------------------------------------

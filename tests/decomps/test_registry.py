@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from samples import tensor_names
 
 from normpass.decomps import registry
 from normpass.decomps.conventions import Result, like
@@ -40,8 +41,7 @@ def names_on_the_left(rule: Rule) -> list[str]:
 def test_every_rule_is_complete(rule: Rule) -> None:
     assert rule.kind in KINDS
     assert re.search(r"\w+\.(cpp|cu|py|yaml): \w+", rule.source), "source is 'file: function'"
-    parameters = list(inspect.signature(inspect.unwrap(rule.function)).parameters)
-    assert set(names_on_the_left(rule)) <= set(parameters), "shapes name the parameters"
+    assert names_on_the_left(rule) == tensor_names(rule), "shapes name the parameters"
     assert inspect.unwrap(rule.function).__doc__, "the mathematics is in the docstring"
     if rule.kind == "decomposition":
         assert rule.op is not None
