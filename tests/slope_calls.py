@@ -170,7 +170,7 @@ def calls(name: str, dtype: torch.dtype = torch.float64) -> tuple[Call, ...]:
     known = [info for info in infos(name) if dtype in info.supported_backward_dtypes("cpu")]
     for info in known:
         torch.manual_seed(0)
-        # Not info.sample_inputs, which looks through the stack for a unittest: seconds under pytest.
+        # Not info.sample_inputs, which looks for a unittest in the stack: seconds under pytest.
         for sample in info.sample_inputs_func(info, "cpu", dtype, requires_grad=True):
             with recorder:
                 info.op(sample.input, *sample.args, **sample.kwargs)
