@@ -169,7 +169,9 @@ def calls(name: str, dtype: torch.dtype = torch.float64) -> tuple[Call, ...]:
         return (Call(find(name), (make_tensor((5, 7), dtype=dtype, device="cpu"),), {}),)
     known = [info for info in infos(name) if dtype in info.supported_backward_dtypes("cpu")]
     for info in known:
-        for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+        torch.manual_seed(0)
+        # Not info.sample_inputs, which looks for a unittest in the stack: seconds under pytest.
+        for sample in info.sample_inputs_func(info, "cpu", dtype, requires_grad=True):
             with recorder:
                 info.op(sample.input, *sample.args, **sample.kwargs)
     more = MORE.get(name, []) if known else []
