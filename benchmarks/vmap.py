@@ -159,7 +159,7 @@ def result_table(
         table.add_column(heading, justify="right")
     for name, timing in times.items():
         table.add_row(
-            "with normpass's rules" if name == "rules" else name,
+            "with normpass registered" if name == "rules" else name,
             f"{timing.median * 1e3:.2f}",
             f"{times['stock'].median / timing.median:.2f}x",
             f"{peaks[name] / 1e6:.1f}",
