@@ -11,12 +11,12 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from normpass.decomps.registry import compositions
+from normpass.decomps.registry import by_op
 
 aten = torch.ops.aten
 
 N, C, S = 4, 3, 5
-COMPOSITIONS = {op: f for op, f in compositions().items() if "batch_norm" in op.name()}
+COMPOSITIONS = {op: f for op, f in by_op("autograd").items() if "batch_norm" in op.name()}
 
 
 def modes(op: Any) -> tuple[bool, ...]:
@@ -129,7 +129,7 @@ def test_running_statistics_that_are_not_there_are_eagers_error(
         return
     x, c = torch.randn(N, C, S), torch.ones(C)
     running = [c if there else None for there in given]
-    composition = compositions()[aten.native_batch_norm.default]
+    composition = by_op("autograd")[aten.native_batch_norm.default]
     ours = outcome(composition, [x, None, None, *running, training, 0.3, 0.25])
     assert isinstance(ours, str)
     assert ours == outcome(functional.batch_norm, [x, *running, None, None, training, 0.3, 0.25])

@@ -29,7 +29,7 @@ from norm_batching_cases import (
     stacked,
 )
 
-from normpass.decomps.registry import batch_rule, batch_rules, rules
+from normpass.decomps.registry import batch_rule, by_op, rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ IN_PLACE = {"aten::_batch_norm_with_update"}
 def test_every_rule_of_a_norm_is_tested() -> None:
     own = {rule.op for rule in rules() if rule.kind == "batching" and "_norm" in rule.name}
     assert {op.name() for op in own - {case.op for case in CASES.values()}} <= IN_PLACE
-    assert {case.op for case in CASES.values()} <= set(batch_rules())
+    assert {case.op for case in CASES.values()} <= set(by_op("batching"))
 
 
 @pytest.mark.parametrize("name", CASES)
