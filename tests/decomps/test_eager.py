@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+import workers
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, vmap
 
@@ -316,16 +317,12 @@ def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tables() == before
 
 
-def third_order() -> str:
-    return orders.outcome("layer_norm", "grad_grad_grad", identity)
-
-
 def test_it_holds_in_threads() -> None:
     found: list[str] = []
 
     def work() -> None:
         with registered(eager=True):
-            found.append(third_order())
+            found.append(workers.third_order())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -334,12 +331,6 @@ def test_it_holds_in_threads() -> None:
         thread.join()
     assert found == ["right"] * 4
     assert not is_registered()
-
-
-def in_a_child(queue: Any, wanted: bool) -> None:
-    if wanted:
-        register(eager=True)
-    queue.put((is_registered(), third_order()))
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -351,7 +342,7 @@ def test_it_holds_in_a_worker(start: str) -> None:
     queue = context.Queue()
     with registered(eager=True), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
-        worker = context.Process(target=in_a_child, args=(queue, start == "spawn"))
+        worker = context.Process(target=workers.in_a_child, args=(queue, start == "spawn"))
         worker.start()
         assert queue.get(timeout=120) == (True, "right")
         worker.join()
