@@ -52,7 +52,7 @@ format: $(VENV)/dev.stamp
 TYPED := build/types/normpass
 types: $(VENV)/dev.stamp
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)
-	@ln -s $(CURDIR)/normpass/* $(CURDIR)/decomps $(CURDIR)/passes $(CURDIR)/backend \
+	@ln -s $(CURDIR)/api/* $(CURDIR)/decomps $(CURDIR)/passes $(CURDIR)/backend \
 	    $(CURDIR)/benchmarks $(TYPED)/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml normpass $(ARGS)
 

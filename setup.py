@@ -10,7 +10,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 FOLDERS = {
-    "normpass": "normpass",
+    "normpass": "api",
     "normpass.decomps": "decomps",
     "normpass.passes": "passes",
     "normpass.backend": "backend",
