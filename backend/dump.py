@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,8 @@ from normpass.passes.pipeline import Decision, Fused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
 
 _numbers = count()
 
@@ -43,5 +47,13 @@ def kernels(folder: str | None, decisions: Sequence[Decision], number: int) -> N
 
 def _write(folder: str, name: str, text: str) -> None:
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / name).write_text(text + "\n")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text + "\n")
+    except OSError as error:
+        _warn_once(f"nothing is written to the debug folder {folder!r}: {error}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)

@@ -25,10 +25,11 @@ from normpass.backend import dump, inductor_call, record, toolchain
 from normpass.backend.op import region_op
 from normpass.backend.options import Options
 from normpass.backend.plan import make_plan
-from normpass.backend.runtime import kernel
+from normpass.backend.runtime import kernel, print_kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import registry
 from normpass.decomps.activate import is_registered, without_ours
+from normpass.passes import faults
 from normpass.passes.pipeline import Decision, Fused, fuse_graph
 
 if TYPE_CHECKING:
@@ -151,17 +152,30 @@ class FusionPass(CustomGraphPass):
             return
         number = dump.graph(self.settings.debug, "20_before", graph)
         before = record.before(graph)
-        least_bytes = self.settings.least_bytes
-        accept = _accept if least_bytes is not None else _accept_if_it_pays
-        decisions = fuse_graph(graph, region_op, least_bytes=least_bytes, accept=accept)
-        for decision in decisions:
-            _start(decision)
+        decisions = fuse_graph(
+            graph,
+            region_op,
+            least_bytes=self.settings.least_bytes,
+            accept=self._accept,
+            rounded=self.settings.inner == "inductor" and inductor_call.rounds_everywhere(),
+        )
+        with faults.survived("the start of kernels", "a graph", "They are built when they run"):
+            for decision in decisions:
+                _start(decision)
         if self.settings.inner == "inductor":
             inductor_call.install()
-        record.decisions(decisions)
-        record.after(before, graph, decisions)
-        dump.graph(self.settings.debug, "30_fused", graph, number)
-        dump.kernels(self.settings.debug, decisions, number)
+        with faults.survived("the record of what was fused", "a graph", "Reports lack it"):
+            record.decisions(decisions)
+            record.after(before, graph, decisions)
+            dump.graph(self.settings.debug, "30_fused", graph, number)
+            dump.kernels(self.settings.debug, decisions, number)
+
+    def _accept(self, lowered: Lowered, estimate: Estimate) -> str | None:
+        """The backend's say on a region: a reason against it, or None."""
+        if self.settings.inner == "inductor" and (why := inductor_call.without_python()):
+            return why
+        accept = _accept if self.settings.least_bytes is not None else _accept_if_it_pays
+        return accept(lowered, estimate)
 
     def uuid(self) -> Any:
         """What Inductor's cache knows this pass by: our sources and the options. None, so no
@@ -205,14 +219,30 @@ def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
 
 
 def _accept(lowered: Lowered, estimate: Estimate) -> str | None:
-    """What the generators have to say against a region."""
-    device = lowered.inputs[0].meta["val"].device.type
+    """What the generators have to say against a region. It is printed here, so that what cannot be
+    stays with Inductor rather than fails in a run.
+    """
+    text, device = str(lowered.region), lowered.inputs[0].meta["val"].device.type
     if device == "cpu" and (missing := toolchain.missing_compiler()):
         return missing
-    passes = traffic(str(lowered.region), estimate.sizes, device).passes
+    passes = traffic(text, estimate.sizes, device).passes
     if passes > estimate.levels + 1:
         return f"{passes} passes over memory, where Inductor needs {estimate.levels + 1}"
+    try:
+        _print(text, device)
+    except NotImplementedError as error:
+        return str(error)
     return None
+
+
+def _print(text: str, device: str) -> None:
+    """A region's kernel in the dialect of its device; kept for when it is launched."""
+    if device == "cpu":
+        print_kernel(text)
+    elif device == "cuda":
+        from normpass.backend import launch_triton
+
+        launch_triton.kernel(text)
 
 
 def _accept_if_it_pays(lowered: Lowered, estimate: Estimate) -> str | None:

@@ -4,8 +4,12 @@ Inductor calls an operator it does not know through the dispatcher. On CPUs its 
 region's kernel directly instead: with caches swept by the tensors of a step, the detour through the
 dispatcher costs about 40 us, as much as a twentieth of a backward over 50 MB.
 
-Uses of torch._inductor here (ir.FallbackKernel, register_lowering, add_import_once) were checked on
-torch 2.11, 2.13 and 2.15; where they are missing, the operator is called as any other.
+Code without Python cannot call it at all: AOTInductor packages run in C++ alone, and cpp_wrapper is
+meant to. Regions stay with Inductor there until kernels can be packaged (`without_python`).
+
+Uses of torch._inductor here (ir.FallbackKernel, register_lowering, add_import_once,
+config.cpp_wrapper, config.emulate_precision_casts, V.aot_compilation) were checked on torch 2.11,
+2.13 and 2.15; where they are missing, the operator is called as any other.
 """
 
 from __future__ import annotations
@@ -30,14 +34,32 @@ def install() -> None:
     """Tells Inductor, once a process, how to lower the operator. Nothing else is changed."""
     try:
         _install()
-    except (ImportError, AttributeError, TypeError) as error:
+    except Exception as error:  # another Inductor than those that were checked
         log.info("regions are called through the dispatcher: %r", error)
+
+
+def without_python() -> str | None:
+    """Why the code that is being compiled cannot call a region; None if it can."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    if V.aot_compilation:
+        return "AOTInductor: a package runs without Python, which calls this kernel"
+    if config.cpp_wrapper:
+        return "cpp_wrapper: C++ calls what is compiled, and Python calls this kernel"
+    return None
+
+
+def rounds_everywhere() -> bool:
+    """Whether Inductor is told to round half precision wherever eager mode would."""
+    from torch._inductor import config
+
+    return bool(config.emulate_precision_casts)
 
 
 def _install() -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import V
     from torch.utils._pytree import tree_map
 
     class RegionKernel(ir.FallbackKernel):
@@ -45,9 +67,7 @@ def _install() -> None:
 
         def codegen(self, wrapper: Any) -> None:
             device = self.get_device()
-            if V.graph.cpp_wrapper:  # torch 2.13 prints strings into C++ as they are
-                self.constant_args = tuple(map(_on_one_line, self.constant_args))
-            elif device is not None and device.type == "cpu":
+            if device is not None and device.type == "cpu":
                 wrapper.add_import_once(IMPORT)
                 self.python_kernel_name = NAME
             super().codegen(wrapper)
@@ -56,7 +76,3 @@ def _install() -> None:
     def lower(inputs: Sequence[Any], sizes: Sequence[Any], text: str) -> Any:
         results = RegionKernel.create(region_op, inputs, sizes, text)
         return tree_map(ir.TensorBox.create, results)
-
-
-def _on_one_line(argument: Any) -> Any:
-    return argument.replace("\n", "; ") if isinstance(argument, str) else argument

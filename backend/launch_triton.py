@@ -9,14 +9,17 @@ import hashlib
 import importlib.util
 import logging
 import os
-import subprocess
 import tempfile
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from normpass.backend.codegen import triton as generator
+from normpass.backend.layouts import Layout, relaid_out
 from normpass.backend.plan import make_plan
 from normpass.backend.reference import evaluate
 from normpass.backend.toolchain import cache_dir
@@ -24,13 +27,12 @@ from normpass.backend.tree import GPU
 from normpass.passes.region import Region, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
     from torch import Tensor
 
     from normpass.backend.codegen.triton_tiling import Tiling
-    from normpass.passes.region import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -52,82 +54,100 @@ class TritonKernel:
         self._failed = False
 
     def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        region, extents = self.region, self.region.extents(sizes)
+        planned = [Layout.of(region, buffer, extents) for buffer in region.inputs]
+        inputs = relaid_out(region, inputs, planned)
         if self._failed:
-            return evaluate(self.region, inputs, sizes)
-        extents = self.region.extents(sizes)
-        given = [
-            _as_planned(self.region, buffer, tensor, extents)
-            for buffer, tensor in zip(self.region.inputs, inputs, strict=True)
-        ]
-        device = given[0].device
+            return evaluate(region, inputs, sizes)
+        device = inputs[0].device
         outputs = [
-            torch.empty_strided(
-                self.region.shape(output.buffer, extents),
-                self.region.strides(output.buffer, extents),
-                dtype=output.buffer.dtype,
-                device=device,
-            )
-            for output in self.region.outputs
+            Layout.of(region, output.buffer, extents).empty(device) for output in region.outputs
         ]
-        if self._run is not None:
-            self._launch(self._run, [*given, *outputs], sizes, device)
-            return outputs
-        return self._first(given, outputs, sizes, device)
+        tensors = [*inputs, *outputs]
+        with _on(device) as processors:
+            if self._run is not None:
+                self._run(tensors, sizes, processors)
+            elif not self._first(tensors, sizes, processors):
+                return evaluate(region, inputs, sizes)
+        return outputs
 
-    def _first(
-        self,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        sizes: Sequence[int],
-        device: torch.device,
-    ) -> list[Tensor]:
-        """The first call compiles. Where that fails, the region runs unfused, with one warning."""
+    def _first(self, tensors: list[Tensor], sizes: Sequence[int], processors: int) -> bool:
+        """The first call builds the kernels before it launches any, so that only what goes wrong in
+        building leaves the region unfused, with one warning. What goes wrong in a launch is the
+        device's own error and is raised. Whether it was launched.
+        """
         from triton.runtime.errors import TritonError
 
         try:
             run = load(self.source.text).run
-            self._launch(run, [*inputs, *outputs], sizes, device)
+            build(run, tensors, sizes, processors)
         except torch.OutOfMemoryError:
             raise
-        except (TritonError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            self._failed = True
-            log.warning(
-                "region %s runs unfused: its Triton kernel could not be built: %s",
-                self.region.name,
-                error,
-            )
-            return evaluate(self.region, inputs, sizes)
+        except Exception as error:
+            return self._fail(error)
+        try:
+            run(tensors, sizes, processors)
+        except TritonError as error:  # more shared memory or registers than the device has
+            return self._fail(error)
         self._run = run
-        return outputs
+        return True
 
-    def _launch(
-        self,
-        run: Callable[..., None],
-        tensors: list[Tensor],
-        sizes: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        if device.type != "cuda":
-            run(tensors, sizes, INTERPRETED_PROCESSORS)
-            return
-        with torch.cuda.device(device):
-            run(tensors, sizes, _processors(device.index))
+    def _fail(self, error: Exception) -> bool:
+        self._failed = True
+        log.warning(
+            "region %s runs unfused: its Triton kernel could not be built: %s",
+            self.region.name,
+            error,
+        )
+        return False
+
+
+def build(
+    run: Callable[..., None], tensors: list[Tensor], sizes: Sequence[int], processors: int
+) -> None:
+    """Compiles every kernel that `run`, a generated module's, launches with these arguments, and
+    launches none.
+
+    `warmup` of Triton's JIT functions (checked on 3.6 and 3.9) does that for one. Here `run` is
+    called with functions in their place that do it when they are launched. Triton's interpreter
+    has nothing to compile.
+    """
+    from triton.runtime.jit import JITFunction
+
+    names = run.__globals__
+    compiled = {k: _Build(v) for k, v in names.items() if isinstance(v, JITFunction)}
+    if compiled:
+        FunctionType(run.__code__, {**names, **compiled})(tensors, sizes, processors)
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Stands for a kernel: launched, it is compiled."""
+
+    kernel: Any
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self.kernel.warmup, grid=grid)
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[int]:
+    """Makes a device the current one; how many multiprocessors it has."""
+    if device.type != "cuda":
+        yield INTERPRETED_PROCESSORS
+        return
+    with torch.cuda.device(device):
+        yield _processors(device.index)
 
 
 @lru_cache(maxsize=4096)
 def kernel(text: str) -> TritonKernel:
-    """The Triton kernel of a region's text. It is built at the first call and kept."""
+    """The Triton kernel of a region's text. It is printed at the first call and kept.
+
+    Raises:
+        UnsupportedPlanError: if there is no Triton form of the region's plan.
+    """
     return TritonKernel(parse(text))
-
-
-@lru_cache(maxsize=4096)
-def _of(region: Region) -> TritonKernel:
-    return TritonKernel(region)
-
-
-def launch(region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """A region's outputs, computed on its inputs' device and current stream."""
-    return _of(region)(inputs, sizes)
 
 
 def load(text: str) -> ModuleType:
@@ -158,27 +178,3 @@ def load(text: str) -> ModuleType:
 @lru_cache(maxsize=64)
 def _processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-def _as_planned(
-    region: Region, buffer: Buffer, tensor: Tensor, extents: Mapping[str, int]
-) -> Tensor:
-    """The tensor as the kernel was planned for; a copy only where elements really lie elsewhere.
-
-    Raises:
-        ValueError: if it is another tensor altogether, with what was expected and found.
-    """
-    shape, strides = region.shape(buffer, extents), region.strides(buffer, extents)
-    if tensor.shape != shape or tensor.dtype is not buffer.dtype:
-        raise ValueError(
-            f"region {region.name}: expected {buffer.name} of shape {shape} and {buffer.dtype}, "
-            f"found shape {tuple(tensor.shape)} and {tensor.dtype}"
-        )
-    if tensor.numel() == 0 or all(
-        size <= 1 or have == step
-        for size, have, step in zip(shape, tensor.stride(), strides, strict=True)
-    ):
-        return tensor
-    return torch.empty_strided(shape, strides, dtype=buffer.dtype, device=tensor.device).copy_(
-        tensor
-    )

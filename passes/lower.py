@@ -22,6 +22,7 @@ from normpass.passes.vocabulary import (
     FUNCTIONS,
     IDENTITY,
     REDUCTIONS,
+    ROUNDINGS,
     Kind,
     argument,
     kind_of,
@@ -55,13 +56,16 @@ class NotLowered(Exception):
     """A set of nodes that no region expresses; the message is the reason."""
 
 
-def lower(name: str, nodes: Sequence[Node], domain: Domain) -> Lowered:
+def lower(name: str, nodes: Sequence[Node], domain: Domain, *, rounded: bool = False) -> Lowered:
     """The region of these nodes, given in the graph's order.
+
+    rounded: whether results in half precision are rounded where they arise, as in eager mode, or
+    only where they are stored.
 
     Raises:
         NotLowered: with the reason.
     """
-    return _Lowering(name, nodes, domain).run()
+    return _Lowering(name, nodes, domain, rounded=rounded).run()
 
 
 def outputs_of(nodes: Sequence[Node]) -> list[Node]:
@@ -92,8 +96,11 @@ def _escapes(node: Node, inside: set[Node]) -> bool:
 
 
 class _Lowering:
-    def __init__(self, name: str, nodes: Sequence[Node], domain: Domain) -> None:
+    def __init__(
+        self, name: str, nodes: Sequence[Node], domain: Domain, *, rounded: bool = False
+    ) -> None:
         self.name = name
+        self.rounded = rounded
         self.nodes = nodes
         self.inside = set(nodes)
         self.domain = domain
@@ -260,8 +267,24 @@ class _Lowering:
         elif kind is Kind.REDUCTION:
             if not step_of_sum(node, self.inside):
                 self.values[node] = self.reduction(node)
+                self.round(node)
         else:
             self.values[node] = self.pointwise(node)
+            self.round(node)
+
+    def round(self, node: Node) -> None:
+        """Rounds a node's results to its half precision, where that was asked for."""
+        tensors, values = node.meta["val"], self.values[node]
+        if not self.rounded:
+            return
+        if isinstance(values, tuple):
+            pairs = zip(values, tensors, strict=True)
+            self.values[node] = tuple(self.rounding(value, t.dtype) for value, t in pairs)
+        else:
+            self.values[node] = self.rounding(values, tensors.dtype)
+
+    def rounding(self, value: Arg, dtype: torch.dtype) -> Arg:
+        return self.writer.emit(ROUNDINGS[dtype], value) if dtype in ROUNDINGS else value
 
     def pointwise(self, node: Node) -> Arg:
         dtype = node.meta["val"].dtype

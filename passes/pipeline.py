@@ -3,7 +3,8 @@
     graph -> grow -> lower -> judge -> put, one region at a time
 
 Each accepted region changes the graph, so what can still be fused without a cycle is asked of the
-graph as it is.
+graph as it is. A stage that fails (a fault of ours) refuses its region and leaves the graph as it
+was before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from normpass.passes import names
+from normpass.passes import faults, names
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
 from normpass.passes.regions import Grower, Grown, seeds
@@ -63,54 +64,101 @@ def fuse_graph(
     *,
     least_bytes: int | None = None,
     accept: Accept = lambda lowered, cost: None,
+    rounded: bool = False,
 ) -> list[Decision]:
     """Fuses every region of a functional ATen graph that pays, in place.
 
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
-    device. accept: the backend's say: a reason against a region, or None.
+    device. accept: the backend's say: a reason against a region, or None. rounded: whether results
+    in half precision are rounded where they arise, as in eager mode, or only where they are stored.
     """
     decisions: list[Decision] = []
+    judge = Judge(graph, op, least_bytes, accept, rounded)
+    try:
+        _fuse_all(graph, judge, decisions)
+    except Exception as error:  # a fault of ours, of whatever kind, must not cost a user's run
+        reason = faults.report("the search for regions", "a graph", error, STAYS)
+        decisions.append(Refused("graph", "", "", reason))
+    return decisions
+
+
+STAYS = "What is not fused yet stays with Inductor"
+
+
+def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
+    """Grows and judges one region after the other; adds to `decisions`."""
     settled: set[Node] = set()  # nodes of refused regions
     grower = Grower(graph)
     for seed in seeds(graph):
         if seed in settled or seed not in grower.reach.order:
             continue
-        grown = grower.grow(seed)
-        if grown is None or settled & set(grown.nodes):
-            continue
-        decision = _decide(graph, grown, op, least_bytes, accept)
+        attempt = Attempt([seed])
+        try:
+            grown = grower.grow(seed)
+            if grown is None or settled & set(grown.nodes):
+                continue
+            attempt.nodes = grown.nodes
+            decision = judge.decide(grown, attempt)
+        except Exception as error:  # see fuse_graph
+            decision = attempt.failed(error)
         if decision is None:
             continue
         decisions.append(decision)
         if isinstance(decision, Fused):
             grower = Grower(graph)
         else:
-            settled.update(node for node in grown.nodes if kind_of(node) is not Kind.VIEW)
-    return decisions
+            settled.update(node for node in attempt.nodes if kind_of(node) is not Kind.VIEW)
 
 
-def _decide(
-    graph: Graph,
-    grown: Grown,
-    op: Callable[..., object],
-    least_bytes: int | None,
-    accept: Accept,
-) -> Decision | None:
-    """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
-    nodes = grown.nodes
-    label = names.name(nodes), names.module(nodes), names.phase(nodes)
-    members = tuple(node.name for node in nodes)
-    try:
-        lowered = lower(label[0], nodes, grown.domain)
-        if not has_inner_reduction(lowered):
-            return None
-        cost = estimate(lowered, nodes)
-        reason = refusal(lowered, cost, least_bytes=least_bytes) or accept(lowered, cost)
-        if reason is not None:
-            return Refused(*label, reason, members)
-        call = put(graph, nodes, lowered, op)
-    except (NotLowered, SizeUnknown) as error:
-        return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
-    device = lowered.inputs[0].meta["val"].device.type
-    return Fused(*label, str(lowered.region), cost, device, cost.sizes, members, call.name)
+@dataclass
+class Attempt:
+    """How far a region has come: its nodes, the stage it is in, its name, module and phase."""
+
+    nodes: list[Node]
+    stage: str = "growing"
+    label: tuple[str, str, str] = ("region", "", "")
+
+    def failed(self, error: Exception) -> Refused:
+        """What becomes of the region when a stage raises what it should not."""
+        name, module, phase = self.label
+        subject = f"{name} of {module or 'the graph'}" + (f" ({phase})" if phase else "")
+        reason = faults.report(self.stage, subject, error, "Inductor compiles it instead")
+        return Refused(*self.label, reason, tuple(node.name for node in self.nodes))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Decides on grown regions. The fields are those of `fuse_graph`."""
+
+    graph: Graph
+    op: Callable[..., object]
+    least_bytes: int | None
+    accept: Accept
+    rounded: bool
+
+    def decide(self, grown: Grown, attempt: Attempt) -> Decision | None:
+        """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
+        nodes = grown.nodes
+        attempt.stage = "naming"
+        attempt.label = label = names.name(nodes), names.module(nodes), names.phase(nodes)
+        members = tuple(node.name for node in nodes)
+        try:
+            attempt.stage = "lowering"
+            lowered = lower(label[0], nodes, grown.domain, rounded=self.rounded)
+            if not has_inner_reduction(lowered):
+                return None
+            attempt.stage = "weighing"
+            cost = estimate(lowered, nodes)
+            reason = refusal(lowered, cost, least_bytes=self.least_bytes)
+            if reason is None:
+                attempt.stage = "planning the kernel"
+                reason = self.accept(lowered, cost)
+            if reason is not None:
+                return Refused(*label, reason, members)
+            attempt.stage = "rewriting"
+            call = put(self.graph, nodes, lowered, self.op)
+        except (NotLowered, SizeUnknown) as error:
+            return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
+        device = lowered.inputs[0].meta["val"].device.type
+        return Fused(*label, str(lowered.region), cost, device, cost.sizes, members, call.name)

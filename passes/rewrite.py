@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import operator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import sympy
@@ -13,7 +15,7 @@ import torch
 from normpass.passes.domain import extent_of, step_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.fx import Graph, Node
 
@@ -29,16 +31,35 @@ class SizeUnknown(Exception):
 def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[..., object]) -> Node:
     """Replaces the nodes of a region by one call of `op(inputs, sizes, text)`. Returns that call.
 
+    Whatever is raised, the graph is then as it was before.
+
     Raises:
-        SizeUnknown: before anything was changed.
+        SizeUnknown: for a run-time size that cannot be read anywhere.
     """
     measures = [locate(size, lowered.inputs) for size in lowered.sizes]
-    with graph.inserting_after(nodes[-1]):
+    with _undone_on_failure(graph, lowered):
+        call = _insert(graph, nodes[-1], lowered, op, measures)
+        sort(graph)
+    for node in reversed(nodes):
+        if not node.users:
+            graph.erase_node(node)
+    return call
+
+
+def _insert(
+    graph: Graph,
+    last: Node,
+    lowered: Lowered,
+    op: Callable[..., object],
+    measures: Sequence[Measure],
+) -> Node:
+    """The call, after the region's last node, and its results in place of the region's."""
+    with graph.inserting_after(last):
         call = graph.create_node("call_function", op)
     with graph.inserting_before(call):
         sizes = [_read(graph, measure) for measure in measures]
     call.args = (list(lowered.inputs), sizes, str(lowered.region))
-    call.meta = {key: nodes[-1].meta[key] for key in KEPT_META if key in nodes[-1].meta}
+    call.meta = {key: last.meta[key] for key in KEPT_META if key in last.meta}
     call.meta["val"] = [node.meta["val"] for node in lowered.outputs]
     after, items = call, {}
     for k, node in enumerate(lowered.outputs):
@@ -49,11 +70,28 @@ def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[...,
         items[node] = after = item
     for node, same in lowered.repeated:
         node.replace_all_uses_with(items[same])
-    for node in reversed(nodes):
-        if not node.users:
-            graph.erase_node(node)
-    sort(graph)
     return call
+
+
+@contextmanager
+def _undone_on_failure(graph: Graph, lowered: Lowered) -> Iterator[None]:
+    """Takes back what was inserted if the block raises: nodes, uses, order."""
+    order = list(graph.nodes)
+    replaced = (*lowered.outputs, *(node for node, _ in lowered.repeated))
+    uses = [(user, user.args, user.kwargs) for node in replaced for user in node.users]
+    try:
+        yield
+    except BaseException:
+        for user, args, kwargs in uses:
+            user.args, user.kwargs = args, kwargs
+        new = set(graph.nodes) - set(order)
+        while unused := [node for node in new if not node.users]:
+            for node in unused:
+                graph.erase_node(node)
+            new -= set(unused)
+        for before, node in pairwise(order):
+            before.append(node)
+        raise
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,9 @@ COMPOSED: dict[Any, Callable[..., Arg]] = {
 if hasattr(inductor_prims, "fma"):
     COMPOSED[inductor_prims.fma] = lambda w, x, y, z: w.emit("add", w.emit("mul", x, y), z)
 
+# Functions that round to half precision and leave the result in what the region computes in.
+ROUNDINGS = {torch.bfloat16: "to_bfloat16", torch.float16: "to_float16"}
+
 # One number everywhere; the name of the argument that says which.
 CONSTANTS: dict[Any, str] = {
     aten.full.default: "fill_value",

@@ -59,6 +59,21 @@ def _clean_compiler() -> Iterator[None]:
 
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
+    if "normpass.passes.faults" in sys.modules:
+        from normpass.passes import faults
+
+        seen = faults.reported()
+        faults.forget()
+        assert not seen, f"faults of ours, survived: {seen}"
+
+
+@pytest.fixture
+def faults_are_meant(_clean_compiler: None) -> Iterator[None]:
+    """For tests that break something of ours: what is reported does not fail them."""
+    yield
+    from normpass.passes import faults
+
+    faults.forget()
 
 
 @pytest.fixture

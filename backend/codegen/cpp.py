@@ -175,6 +175,7 @@ class _Printer(LeafPrinter):
             with self.block(f"for (int64_t {name} = mine.begin; {name} < mine.end; ++{name})"):
                 self.cascade(sums, name, "1")
                 self.body(node.body)
+                self.added(node)
             self.following = None
 
     def cascade(self, sums: Sequence[str], row: str, step: str) -> None:
@@ -199,7 +200,8 @@ class _Printer(LeafPrinter):
         )
         unroll = "UNROLL" if reduces else "1"
         body = f"[&](int64_t {name}, auto lanes, auto slot)"
-        with self.block(f"each_vector<scalar, {unroll}>({begin}, {end}, {body}", "});"):
+        tail = ", ".join(["}", *self.long_sums(node)])
+        with self.block(f"each_vector<scalar, {unroll}>({begin}, {end}, {body}", f"{tail});"):
             self.body(node.body)
 
     def jam_loop(self, node: Loop, sums: Sequence[str]) -> None:
@@ -208,6 +210,7 @@ class _Printer(LeafPrinter):
         with self.block(f"const auto rows = [&]<int J>(int64_t {name}0)", "};"):
             self.cascade(sums, f"{name}0", "J")
             self.body(node.body)
+            self.added(node, "J")
         self.line(f"int64_t {name}0 = mine.begin;")
         self.line(f"for (; {name}0 + {self.jam_rows} <= mine.end; {name}0 += {self.jam_rows})")
         self.line(f"  rows.template operator()<{self.jam_rows}>({name}0);")
@@ -232,6 +235,7 @@ class _Printer(LeafPrinter):
             else:
                 with self.block(f"for (int64_t {name} = 0; {name} < n_{name}; ++{name})"):
                     self.body(node.body)
+                    self.added(node)
         self.run(run, outlive=outlive)
         self.indexed = before
 

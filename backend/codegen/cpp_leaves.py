@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import sympy
 import torch
 
 from normpass.backend.codegen.cpp_names import COMBINE, PREFETCH_ROWS, Names, operand
@@ -22,12 +23,18 @@ from normpass.backend.tree import (
     Keep,
     Leaf,
     Load,
+    Loop,
     Recall,
     Store,
 )
 
 if TYPE_CHECKING:
     from normpass.passes.region import Op
+
+
+# A sum of more additions than this into one register is a long one; with AVX2's eight lanes of
+# floats and four registers a row of 32768 is not.
+LONG, LANES = 1024, 32
 
 
 class LeafPrinter(Names):
@@ -98,7 +105,34 @@ class LeafPrinter(Names):
     # -- accumulators
 
     def accumulator_type(self, accumulator: Accumulator) -> str:
-        return "Vec" if self.is_vector(operand(accumulator)) else "scalar"
+        kind = "Vec" if self.is_vector(operand(accumulator)) else "scalar"
+        if not self.is_long(accumulator):
+            return kind
+        return f"LongSum<{kind}{', UNROLL' if self.unrolled(accumulator) else ''}>"
+
+    def is_long(self, accumulator: Accumulator) -> bool:
+        """Whether a register takes so many additions, or one cannot know how many, that digits
+        would be lost.
+        """
+        if accumulator.axes or accumulator.op.fn != "sum":
+            return False
+        times = sympy.prod([self.plan.axis[axis].extent for axis in accumulator.op.axes])
+        if self.plan.vector in accumulator.op.axes:
+            times = times / LANES
+        return not times.is_number or times > LONG
+
+    def long_sums(self, node: Loop) -> list[str]:
+        """The long sums that a loop's body itself adds to, not a loop inside of it."""
+        return [
+            f"acc_{leaf.accumulator.op.name}"
+            for leaf in node.body
+            if isinstance(leaf, Accumulate) and self.is_long(leaf.accumulator)
+        ]
+
+    def added(self, node: Loop, times: str = "1") -> None:
+        """Tells the long sums how often something was added to them."""
+        for name in self.long_sums(node):
+            self.line(f"added({times}, {name});")
 
     def unrolled(self, accumulator: Accumulator) -> bool:
         """Whether a reduction over lanes has several accumulators: where no jammed rows take turns
@@ -119,7 +153,10 @@ class LeafPrinter(Names):
             self.line(f"std::fill_n({array}, {size}, {fn}::neutral<scalar>());")
             return
         kind = self.accumulator_type(accumulator)
-        if self.unrolled(accumulator):
+        if self.is_long(accumulator):
+            rows = f"acc_{name}" in self.indexed
+            self.line(f"acc_{name}[j] = {kind}();" if rows else f"{kind} acc_{name};")
+        elif self.unrolled(accumulator):
             self.line(f"Vec acc_{name}[UNROLL];")
             self.line(f"for (Vec& acc : acc_{name}) acc = Vec({fn}::neutral<scalar>());")
         elif f"acc_{name}" in self.indexed:
@@ -132,11 +169,11 @@ class LeafPrinter(Names):
         fn = COMBINE[op.fn]
         text, lanes = self.as_number(value), "lanes" if self.is_vector(value) else "0"
         if not accumulator.axes:
-            target = (
-                f"acc_{op.name}[slot]"
-                if self.unrolled(accumulator)
-                else self.name(f"acc_{op.name}")
-            )
+            target, unrolled = self.name(f"acc_{op.name}"), self.unrolled(accumulator)
+            if self.is_long(accumulator):
+                target += ".part[slot]" if unrolled else ".part[0]"
+            elif unrolled:
+                target += "[slot]"
             self.line(f"accumulate<{fn}>({target}, {text}, {lanes});")
             return
         if self.is_vector(value) and not self.is_vector(op.name):
@@ -151,6 +188,8 @@ class LeafPrinter(Names):
     def across(self, accumulator: Accumulator) -> str:
         """An accumulator's content: lanes combined where the lanes were reduced."""
         name = self.name(f"acc_{accumulator.op.name}")
+        if self.is_long(accumulator):
+            name += ".total()"
         reduced = self.plan.vector in accumulator.op.axes
         return f"across<{COMBINE[accumulator.op.fn]}>({name})" if reduced else name
 

@@ -200,6 +200,16 @@ inline double pow_(double x, double y) { return std::pow(x, y); }
 template <class T>
 inline Vectorized<T> pow_(Vectorized<T> x, Vectorized<T> y) { return x.pow(y); }
 
+// A number as half precision keeps it.
+template <class S, class T, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
+inline T round_to(T x) { return static_cast<T>(static_cast<S>(x)); }
+template <class S, class T>
+inline Vectorized<T> round_to(Vectorized<T> x) {
+  alignas(64) S half[Vectorized<T>::size()];
+  store(half, x, All<T>());
+  return load<T>(half, All<T>());
+}
+
 // The larger and the smaller of two; NaN if one is.
 template <class T, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
 inline T maximum_(T a, T b) { return std::isnan(a) || a > b ? a : b; }
@@ -276,6 +286,65 @@ inline T across(Vectorized<T> value, L lanes) {
   return across<R>(total);
 }
 
+// Additions of numbers between two that are exact to the last digit. Each loses half a unit in the last place
+// of all that was added before, so sums of many numbers are made of many short ones: of registers, and of arrays,
+// where starting anew costs more.
+constexpr int64_t FOLD = 64, CASCADE = 256;
+
+inline float finite_or_zero(float x) { return std::isfinite(x) ? x : 0; }
+inline double finite_or_zero(double x) { return std::isfinite(x) ? x : 0; }
+template <class T>
+inline Vectorized<T> finite_or_zero(Vectorized<T> x) {
+  return Vectorized<T>::blendv(Vectorized<T>(T(0)), x, (x - x) == Vectorized<T>(T(0)));
+}
+
+// Adds a short sum to a total, and what the total loses to the next one (Kahan). An infinite total loses nothing:
+// infinity less infinity is no number.
+template <class V>
+inline void add_exactly(V& total, V& lost, V part) {
+  const V more = part - lost;
+  const V sum = total + more;
+  lost = finite_or_zero((sum - total) - more);
+  total = sum;
+}
+
+// A sum of many numbers, of lanes or of one: a loop adds to `part` and says how often.
+template <class V, int U = 1>
+class LongSum {
+ public:
+  V part[U];
+  LongSum() : total_(0), lost_(0) { clear(); }
+  void added(int64_t times) {
+    times_ += times;
+    if (times_ >= FOLD) fold();
+  }
+  V total() {
+    fold();
+    return total_;
+  }
+
+ private:
+  void clear() {
+    for (V& each : part) each = V(0);
+    times_ = 0;
+  }
+  void fold() {
+    V sum = part[0];
+    for (int u = 1; u < U; ++u) sum = sum + part[u];
+    add_exactly(total_, lost_, sum);
+    clear();
+  }
+  V total_, lost_;
+  int64_t times_;
+};
+
+template <class V, int U>
+inline void added(int64_t times, LongSum<V, U>& sum) { sum.added(times); }
+template <class V, int U, int J>
+inline void added(int64_t times, LongSum<V, U> (&rows)[J]) {
+  for (LongSum<V, U>& sum : rows) sum.added(times);
+}
+
 // ---- loops
 
 // How many vectors a loop that reduces takes at a time, each with an accumulator of its own: additions into
@@ -301,6 +370,17 @@ inline void each_vector(int64_t begin, int64_t end, const Body& body) {
   for (; i + W <= end; i += W) body(i, All<T>(), Slot<0>());
   if (i < end) body(i, int(end - i), Slot<0>());
 }
+// The same where the body adds to long sums: these get a chance to fold every so often.
+template <class T, int U, class Body, class... Sums>
+inline void each_vector(int64_t begin, int64_t end, const Body& body, Sums&... sums) {
+  constexpr int64_t step = U * Vectorized<T>::size();
+  for (; end - begin > FOLD * step; begin += FOLD * step) {
+    each_vector<T, U>(begin, begin + FOLD * step, body);
+    (added(FOLD, sums), ...);
+  }
+  each_vector<T, U>(begin, end, body);
+  (added((end - begin) / step + 1, sums), ...);
+}
 
 // ---- workers
 
@@ -316,10 +396,6 @@ inline Share share(int64_t n, int workers, int worker, int64_t unit = 1) {
   return {std::min(begin * unit, n), std::min((begin + each + (worker < more)) * unit, n)};
 }
 
-// A worker's array over this many rows is added to its total: few long sums lose fewer digits when they are
-// made of many short ones.
-constexpr int64_t CASCADE = 256;
-
 // One array a worker, each on cache lines of its own.
 template <class T>
 class Arrays {
@@ -334,35 +410,47 @@ class Arrays {
   std::unique_ptr<T[]> data_;
 };
 
-// A reduction that workers share: each has an array for the rows at hand and one for its total.
+// A reduction that workers share: each has an array for the CASCADE rows at hand, one for its total, and one
+// for what the total has lost.
 template <class T, class R>
 class Partials : Arrays<T> {
  public:
   // Also workers that get no share must add nothing.
-  Partials(int workers, int64_t size) : Arrays<T>(2 * workers, size), sharing_(workers) {
-    std::fill_n(this->data_.get(), this->workers_ * this->pitch_, R::template neutral<T>());
+  Partials(int workers, int64_t size) : Arrays<T>(3 * workers, size), sharing_(workers) {
+    std::fill_n(of(0), 2 * workers * this->pitch_, R::template neutral<T>());
+    std::fill_n(lost(0), workers * this->pitch_, T(0));
   }
   T* of(int worker) { return Arrays<T>::of(worker); }
   // Adds a worker's rows at hand to its total and begins anew.
   void cascade(int worker) {
-    add(of(sharing_ + worker), of(worker));
-    std::fill_n(of(worker), this->size_, R::template neutral<T>());
+    T *part = of(worker), *all = total(worker), *rest = lost(worker);
+    each_vector<T, 1>(0, this->size_, [&](int64_t i, auto lanes, auto) {
+      auto sum = load<T>(all + i, lanes);
+      const auto more = load<T>(part + i, lanes);
+      if constexpr (std::is_same_v<R, Sum>) {
+        auto loss = load<T>(rest + i, lanes);
+        add_exactly(sum, loss, more);
+        store(rest + i, loss, lanes);
+      } else {
+        sum = R::combine(sum, more);
+      }
+      store(all + i, sum, lanes);
+    });
+    std::fill_n(part, this->size_, R::template neutral<T>());
   }
   // The result: all workers' totals, in worker order.
   const T* combine() {
     for (int worker = 0; worker < sharing_; ++worker) cascade(worker);
-    for (int worker = 1; worker < sharing_; ++worker) add(of(sharing_), of(sharing_ + worker));
-    return of(sharing_);
+    for (int worker = 1; worker < sharing_; ++worker)
+      each_vector<T, 1>(0, this->size_, [&](int64_t i, auto lanes, auto) {
+        add_to<R>(total(0) + i, load<T>(total(worker) + i, lanes), lanes);
+      });
+    return total(0);
   }
 
  private:
-  void add(T* total, const T* part) {
-    using V = Vectorized<T>;
-    int64_t i = 0;
-    for (; i + V::size() <= this->size_; i += V::size())
-      R::combine(V::loadu(total + i), V::loadu(part + i)).store(total + i);
-    for (; i < this->size_; ++i) total[i] = R::combine(total[i], part[i]);
-  }
+  T* total(int worker) { return of(sharing_ + worker); }
+  T* lost(int worker) { return of(2 * sharing_ + worker); }
   int sharing_;
 };
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from compiled import compile_fused, count_fused
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from normpass.backend import inductor_call, toolchain
-from tests.compiled import compile_fused
+import normpass
+from normpass.backend import inductor_call, record, toolchain
+from normpass.passes.pipeline import Refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OPERATOR = "torch.ops.normpass.region.default("
 
@@ -76,8 +81,62 @@ def test_a_profiler_sees_the_operator() -> None:
     ]
 
 
-def test_cpp_wrapper() -> None:
-    check(Turned(), torch.randn(5, 24, 8), inductor={"fx_graph_cache": False, "cpp_wrapper": True})
+def test_cpp_wrapper_gets_inductors_own() -> None:
+    """Its code calls what is compiled from C++; a region's kernel is called from Python."""
+    with record.listen() as heard:
+        check(
+            Turned(), torch.randn(5, 24, 8), inductor={"fx_graph_cache": False, "cpp_wrapper": True}
+        )
+    assert len(heard) == 2
+    for decision in heard:
+        assert isinstance(decision, Refused)
+        assert decision.reason.startswith("cpp_wrapper: ")
+
+
+# torch's own, in torch.export
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_package_of_aot_inductor_gets_inductors_own(dynamic: bool, tmp_path: Path) -> None:
+    """Norms large enough to be fused elsewhere; the package runs and is right."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    norm = nn.Sequential(nn.LayerNorm(1024), nn.RMSNorm(1024)).eval()
+    x = torch.randn(1024, 1024)
+    batch = {0: torch.export.Dim("rows", min=2, max=4096)} if dynamic else None
+    with normpass.registered(), torch.no_grad():
+        exported = torch.export.export(norm, (x,), dynamic_shapes=(batch,) if dynamic else None)
+        with record.listen() as heard:
+            package = aoti_compile_and_package(exported, package_path=str(tmp_path / "norm.pt2"))
+    assert heard
+    for decision in heard:
+        assert isinstance(decision, Refused)
+        assert decision.reason.startswith("AOTInductor: ")
+    model = aoti_load_package(package)
+    for rows in (1024, 700) if dynamic else (1024,):
+        torch.testing.assert_close(model(x[:rows]), norm(x[:rows]), rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_is_rounded_where_inductor_is_told_so() -> None:
+    """emulate_precision_casts: every result is rounded as in eager mode, inside of a region too."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (x * x + x) * x  # in half precision, rounded three times
+        wide = y.float()
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(8, 200).to(dtype)
+        eager = function(x)
+
+        def distance(emulate: bool, x: torch.Tensor = x, eager: torch.Tensor = eager) -> float:
+            torch._dynamo.reset()
+            settings = {"fx_graph_cache": False, "emulate_precision_casts": emulate}
+            found = compile_fused(function, inductor=settings)(x)
+            assert count_fused() >= 1
+            return float((found - eager).abs().max())
+
+        assert distance(emulate=True) < 1e-6
+        assert distance(emulate=False) > torch.finfo(dtype).eps / 8
 
 
 def test_without_what_it_needs_of_inductor_the_operator_is_called(monkeypatch: Any) -> None:

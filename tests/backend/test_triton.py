@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import triton_cases
 import triton_regions
 from snapshots import assert_snapshot
@@ -264,45 +263,3 @@ def test_long_rows_are_streamed() -> None:
 )
 def test_snapshot(file: str, name: str, replace: dict[str, str]) -> None:
     assert_snapshot(f"triton/{file}.txt", source(name, **replace).text)
-
-
-# ---- the launcher
-
-
-@needs_triton
-def test_a_damaged_file_in_the_cache_is_written_again(fresh_cache: Path) -> None:
-    text = source("softmax").text
-    launch_triton.load(text)
-    (file,) = (fresh_cache / "normpass" / "triton").glob("*.py")
-    file.write_text("raise SystemExit")
-    assert launch_triton.load(text).run
-    assert file.read_text() == text
-
-
-def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("triton")
-
-    def refuse(text: str) -> None:
-        raise RuntimeError("expected a C compiler, found none")
-
-    monkeypatch.setattr(launch_triton, "load", refuse)
-    kernel = launch_triton.TritonKernel(parse(region("softmax", c="9")))
-    x = torch.randn(4, 9)
-    for _ in range(2):
-        (y,) = kernel([x], [4])
-        torch.testing.assert_close(y, torch.softmax(x, 1))
-    assert [record.message for record in caplog.records] == [
-        "region softmax runs unfused: its Triton kernel could not be built: "
-        "expected a C compiler, found none"
-    ]
-
-
-def test_other_tensors_than_planned_are_refused() -> None:
-    kernel = launch_triton.TritonKernel(parse(region("softmax", c="9")))
-    with pytest.raises(
-        ValueError,
-        match=r"expected x of shape \(4, 9\) and torch.float32, found shape \(4, 8\) and",
-    ):
-        kernel([torch.randn(4, 8)], [4])

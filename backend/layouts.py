@@ -1,0 +1,78 @@
+"""Tensors as a kernel was planned for: shape, strides and dtype, and copies where they differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+# What Inductor's own code calls for each tensor: ten times cheaper than the same in Python.
+from torch._C._dynamo.guards import assert_size_stride
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from normpass.passes.region import Buffer, Region
+
+
+class Layout(NamedTuple):
+    """What a tensor of a region looks like for given sizes: the arguments of empty_strided."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, region: Region, buffer: Buffer, extents: Mapping[str, int]) -> Layout:
+        return cls(region.shape(buffer, extents), region.strides(buffer, extents), buffer.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """New memory of this layout."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+def lie_as_planned(inputs: Sequence[Tensor], planned: Sequence[Layout]) -> bool:
+    """Whether the tensors lie in memory as the kernel expects them."""
+    if len(inputs) != len(planned):
+        return False
+    try:
+        for tensor, want in zip(inputs, planned, strict=True):
+            if tensor.dtype is not want.dtype:
+                return False
+            assert_size_stride(tensor, want.shape, want.strides)
+    except AssertionError:
+        return False
+    return True
+
+
+def relaid_out(region: Region, inputs: Sequence[Tensor], planned: Sequence[Layout]) -> list[Tensor]:
+    """The tensors as the kernel was planned for; copies only where elements really lie elsewhere.
+
+    Raises:
+        ValueError: if they are other tensors altogether, with what was expected and found.
+    """
+    if len(inputs) != len(planned):
+        raise ValueError(
+            f"region {region.name}: expected {len(planned)} tensors, found {len(inputs)}"
+        )
+    for buffer, tensor, want in zip(region.inputs, inputs, planned, strict=True):
+        if tensor.shape != want.shape or tensor.dtype is not want.dtype:
+            raise ValueError(
+                f"region {region.name}: expected {buffer.name} of shape {want.shape} and "
+                f"{want.dtype}, found shape {tuple(tensor.shape)} and {tensor.dtype}"
+            )
+    return [_relaid_out(tensor, want) for tensor, want in zip(inputs, planned, strict=True)]
+
+
+def _relaid_out(tensor: Tensor, want: Layout) -> Tensor:
+    if lie_as_planned([tensor], [want]):
+        return tensor
+    # Where an expanded tensor is expected, one element stands for all: there is no memory to copy
+    # the others to.
+    for dim, step in enumerate(want.strides):
+        if step == 0 and want.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    copy = torch.empty_strided(tensor.shape, want.strides, dtype=want.dtype, device=tensor.device)
+    return copy.copy_(tensor).expand(want.shape)

@@ -1,0 +1,185 @@
+"""Launching Triton kernels: what goes wrong in building leaves a region unfused, what goes wrong in
+a launch is raised.
+
+Without a GPU, Triton compiles for one that a driver of this file's claims to have.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton_regions
+
+from normpass.backend import launch_triton
+from normpass.backend.launch_triton import TritonKernel
+from normpass.passes.region import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def kernel_of(text: str, width: int) -> TritonKernel:
+    return TritonKernel(parse(triton_regions.fill(text, c=str(width))))
+
+
+def softmax_kernel(width: int) -> TritonKernel:
+    return kernel_of(triton_regions.SOFTMAX, width)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("normpass")]
+
+
+class FakeDriver:
+    """As much of a driver as Triton asks for before it launches; a launch fails as given."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024}
+
+    def launcher_cls(self, source: object, metadata: object) -> None:
+        return None
+
+    def load_binary(self, *args: object) -> None:
+        raise self.error
+
+
+@contextmanager
+def fake_gpu(error: Exception) -> Iterator[None]:
+    from triton.runtime.driver import driver
+
+    before = driver._active  # its own reset asks for a GPU
+    driver.set_active(FakeDriver(error))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def test_a_damaged_file_in_the_cache_is_written_again(fresh_cache: Path) -> None:
+    text = softmax_kernel(9).source.text
+    launch_triton.load(text)
+    (file,) = (fresh_cache / "normpass" / "triton").glob("*.py")
+    file.write_text("raise SystemExit")
+    assert launch_triton.load(text).run
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("PassManager::run failed"), OSError("no C compiler"), KeyError("axis")]
+)
+def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launch_triton, "build", refuse)
+    kernel, x = softmax_kernel(9), torch.randn(4, 9)
+    for _ in range(2):
+        (y,) = kernel([x], [4])
+        torch.testing.assert_close(y, torch.softmax(x, 1))
+    (warning,) = warnings_of(caplog)
+    assert f"region softmax runs unfused: its Triton kernel could not be built: {error}" in warning
+
+
+def test_building_compiles_every_kernel_and_launches_none() -> None:
+    kernel = kernel_of(triton_regions.LAYER_NORM_BACKWARD, 64)
+    run = launch_triton.load(kernel.source.text).run
+    sizes = [6]
+    extents = kernel.region.extents(sizes)
+    buffers = [*kernel.region.inputs, *(output.buffer for output in kernel.region.outputs)]
+    tensors = [torch.ones(kernel.region.shape(buffer, extents)) for buffer in buffers]
+    with fake_gpu(AssertionError("launched")):
+        launch_triton.build(run, tensors, sizes, 132)
+    assert len(kernel.source.kernels) > 1
+    for printed in kernel.source.kernels:
+        cached = run.__globals__[printed.name].device_caches[0][0]
+        assert len(cached) == 1, printed.name
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_an_error_of_the_device_is_raised(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_gpu(error), pytest.raises(type(error), match=str(error)[:10]):
+        softmax_kernel(10)([torch.randn(4, 10)], [4])
+    assert not warnings_of(caplog)
+
+
+def test_a_kernel_that_does_not_fit_the_device_runs_unfused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    x = torch.randn(4, 11)
+    with fake_gpu(OutOfResources(300_000, 232_448, "shared memory")):
+        (y,) = softmax_kernel(11)([x], [4])
+    torch.testing.assert_close(y, torch.softmax(x, 1))
+    (warning,) = warnings_of(caplog)
+    assert "out of resource: shared memory" in warning
+
+
+# ---- tensors
+
+
+def test_other_tensors_than_planned_are_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"expected x of shape \(4, 9\) and torch.float32, found shape \(4, 8\) and",
+    ):
+        softmax_kernel(9)([torch.randn(4, 8)], [4])
+
+
+def test_other_strides_than_planned_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one element was to stand for all along an axis: no copy can be written there."""
+    text = """\
+region less_mean
+axes    r=? c=9
+input   x: f32[r c]
+input   s: f32[r c] (1, 0)
+sum     = sum[c](x)
+sub     = sub(x, sum)
+add     = add(sub, s)
+output  y: f32[r c] = add"""
+    kernel = TritonKernel(parse(text))
+    given: list[torch.Tensor] = []
+
+    def run(tensors: list[torch.Tensor], sizes: object, processors: int) -> None:
+        given.extend(tensors)
+
+    kernel._run = run
+    column = torch.randn(4, 1)
+    x, expanded = torch.randn(9, 4).t(), column.repeat(1, 9)
+    kernel([x, expanded], [4])
+    assert given[0].is_contiguous()
+    torch.testing.assert_close(given[0], x)
+    assert given[1].stride() == (1, 0)
+    torch.testing.assert_close(given[1], expanded)
