@@ -69,7 +69,7 @@ types: $(VENV)/dev.stamp
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml normpass $(ARGS)
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp per extra: pip runs again only when pyproject.toml or setup.py has changed.
 $(VENV)/%.stamp: pyproject.toml setup.py | check
