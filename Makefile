@@ -26,6 +26,7 @@ test: $(VENV)/test.stamp
 # Snapshots as they are now, inline and in files; one process, because expecttest edits the tests.
 accept: $(VENV)/test.stamp
 	EXPECTTEST_ACCEPT=1 $(BIN)/pytest $(ARGS)
+	@find tests -name '*.py.bak' -delete
 	@git status --short expect tests
 
 sweep: $(VENV)/test.stamp

@@ -22,6 +22,7 @@ import readme
 import torch
 from installing import clone
 from oracles import layer_norm as layer_norm_from_primitives
+from snapshots import assert_inline
 
 import normpass
 from normpass.__main__ import COMMANDS
@@ -35,7 +36,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 # Blocks that are no program and no output: what they hold.
 DIAGRAMS = ("your model\n            |  Dynamo",)
-OUTPUTS = ("Sequential: 3 fused, 1 not.",)
+OUTPUTS = ("Sequential: 3 fused, 1 not.", "To accept the new output:")
 PROGRAMS = ("normpass.explain(model, x)", "torch.compile(hessian(", "@decomposition(")
 
 # In backticks, and for a reader to fill in or for a command to make.
@@ -51,8 +52,8 @@ def run(program: str, folder: Path) -> tuple[dict[str, Any], Any]:
     tree = ast.parse(program, str(file))
     last = tree.body.pop()
     assert isinstance(last, ast.Expr)
-    # Dynamo looks up the module of what it compiles.
-    module = sys.modules["program"] = types.ModuleType("program")
+    # Dynamo looks up the module of what it compiles, by its name and once in a process.
+    module = sys.modules[folder.name] = types.ModuleType(folder.name)
     names = vars(module)
     exec(compile(tree, str(file), "exec"), names)
     return names, eval(compile(ast.Expression(last.value), str(file), "eval"), names)
@@ -77,6 +78,20 @@ def test_the_first_example_prints_what_is_shown(
 ) -> None:
     run(readme.block(PROGRAMS[0]).text, tmp_path)
     assert capsys.readouterr().out.strip() == readme.block(OUTPUTS[0], "text").text
+
+
+def test_the_difference_is_shown_as_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = readme.block(OUTPUTS[1], "text").text
+    file, name = re.findall(r"'([\w/.]+)::(\w+)'", shown)[0]
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{file}::{name} (call)")
+    test = (ROOT / file).read_text().partition(f"def {name}()")[2]
+    expect = test.split('"""')[1].removeprefix("\\\n")
+    old, new = (re.findall(rf"^E +\{sign}(\w.*)", shown, re.MULTILINE) for sign in "-+")
+    with pytest.raises(AssertionError) as error:
+        assert_inline(expect.replace(*old, *new), expect)
+    said = "\n".join(f"E       {line}".rstrip() for line in str(error.value).splitlines())
+    # What pytest says first, and blank lines but one, are left out.
+    assert re.sub(r"(\nE)+\n", "\nE\n", said).endswith(shown)
 
 
 # Inductor's own lowering of aten.diagonal calls what torch has deprecated.
