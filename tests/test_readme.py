@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import itertools
 import os
 import re
@@ -25,7 +27,7 @@ from oracles import layer_norm as layer_norm_from_primitives
 from snapshots import assert_inline
 
 import normpass
-from normpass.__main__ import COMMANDS
+from normpass.__main__ import COMMANDS, main
 from normpass.backend.options import Options
 
 if TYPE_CHECKING:
@@ -191,7 +193,12 @@ def targets() -> dict[str, str]:
 @functools.cache
 def help_of(*command: str) -> str:
     """What `COMMAND --help` prints, for a command of ours, pytest or a script of the tests."""
-    start = {"normpass": ["-m", "normpass"], "pytest": ["-m", "pytest"], "python": []}[command[0]]
+    if command[0] == "normpass":
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+            main([*command[1:], "--help"])
+        return said.getvalue()
+    start = ["-m", "pytest"] if command[0] == "pytest" else []
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *start, *command[1:], "--help"],
         cwd=ROOT,
