@@ -15,13 +15,19 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v c++ || command -v g++ || command -v clang++))
 
-.PHONY: help test sweep operators demo bench page lint types format clean check
+.PHONY: help test accept sweep operators wheel demo bench page lint types format clean check
 
 help:
-	@echo "make test | demo | bench | sweep | operators | page | lint | types | format | clean"
+	@echo "make test | accept | demo | bench | sweep | operators | wheel | page | lint | types | format | clean"
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+# Snapshots as they are now, inline and in files; one process, because expecttest edits the tests.
+accept: $(VENV)/test.stamp
+	EXPECTTEST_ACCEPT=1 $(BIN)/pytest $(ARGS)
+	@find tests -name '*.py.bak' -delete
+	@git status --short expect tests
 
 sweep: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) -m sweep $(ARGS)
@@ -29,6 +35,13 @@ sweep: $(VENV)/test.stamp
 # PyTorch's operator database compiled without the rules and with them: fails if they break anything.
 operators: $(VENV)/test.stamp
 	$(BIN)/python tests/operator_database.py --jobs $(JOBS) --summary expect/operators.txt $(ARGS)
+
+# The wheel in dist/, tested in an empty environment. Of what build/lib holds from an earlier build,
+# setuptools would put files into it that are gone.
+wheel: $(VENV)/test.stamp
+	rm -rf dist build/lib
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	NORMPASS_WHEEL="$$(echo dist/*.whl)" $(BIN)/pytest tests/test_installed.py -k wheel $(ARGS)
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/normpass demo $(ARGS)
@@ -57,7 +70,7 @@ types: $(VENV)/dev.stamp
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml normpass $(ARGS)
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp per extra: pip runs again only when pyproject.toml or setup.py has changed.
 $(VENV)/%.stamp: pyproject.toml setup.py | check
@@ -71,6 +84,9 @@ check:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "normpass needs Python 3.10 or newer, and '$(PYTHON)' is not: make PYTHON=/path/to/python3"; \
 	  exit 1; }
+	@# A pull over the commit that made api/ leaves normpass/__pycache__ here, and Python would find
+	@# that folder before the package.
+	@test ! -d normpass || find normpass ! -type d ! -name '*.pyc' | grep -q . || rm -r normpass
 	@test -n "$(CXX)" && command -v $(firstword $(CXX)) >/dev/null || { \
 	  echo "normpass needs a C++ compiler (c++, g++ or clang++ on the PATH, or CXX set to one) and found none."; \
 	  exit 1; }
