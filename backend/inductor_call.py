@@ -8,8 +8,8 @@ Code without Python cannot call it at all: AOTInductor packages run in C++ alone
 meant to. Regions stay with Inductor there until kernels can be packaged (`without_python`).
 
 Uses of torch._inductor here (ir.FallbackKernel, register_lowering, add_import_once,
-config.cpp_wrapper, config.emulate_precision_casts, V.aot_compilation) were checked on torch 2.11,
-2.13 and 2.15; where they are missing, the operator is called as any other.
+config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation) were checked
+on torch 2.11, 2.13 and 2.15; where they are missing, the operator is called as any other.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def without_python() -> str | None:
         return "AOTInductor: a package runs without Python, which calls this kernel"
     if config.cpp_wrapper:
         return "cpp_wrapper: C++ calls what is compiled, and Python calls this kernel"
+    if config.fx_wrapper:
+        return "fx_wrapper: Inductor's code as an FX graph holds no calls of operators of others"
     return None
 
 

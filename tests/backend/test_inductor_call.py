@@ -11,9 +11,11 @@ import torch
 from compiled import compile_fused, count_fused
 from torch import nn
 from torch._inductor.utils import run_and_get_code
+from tracing import trace
 
 import normpass
-from normpass.backend import inductor_call, record, toolchain
+from normpass.backend import entry, inductor_call, record, toolchain
+from normpass.backend.options import Options
 from normpass.passes.pipeline import Refused
 
 if TYPE_CHECKING:
@@ -91,6 +93,18 @@ def test_cpp_wrapper_gets_inductors_own() -> None:
     for decision in heard:
         assert isinstance(decision, Refused)
         assert decision.reason.startswith("cpp_wrapper: ")
+
+
+def test_a_graph_as_wrapper_gets_inductors_own() -> None:
+    """Stock Inductor has it on GPUs alone, so this asks the pass."""
+    from torch._inductor import config
+
+    graph = trace(lambda x: nn.functional.layer_norm(x, (24,)), torch.randn(5, 24))
+    with config.patch(fx_wrapper=True), record.listen() as heard:
+        entry.FusionPass(Options(least_bytes=0))(graph.graph)
+    (decision,) = heard
+    assert isinstance(decision, Refused)
+    assert decision.reason.startswith("fx_wrapper: ")
 
 
 # torch's own, in torch.export
