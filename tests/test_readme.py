@@ -183,7 +183,7 @@ def targets() -> dict[str, str]:
     """The targets of the Makefile, each with the line of its recipe that takes ARGS, or with ""."""
     found = {}
     for name, recipe in re.findall(
-        r"^([a-z]+):[^\n=]*\n((?:\t.*\n|\n(?=\t))*)", MAKEFILE, re.MULTILINE
+        r"^([a-z]+):(?!=).*\n((?:\t.*\n|\n(?=\t))*)", MAKEFILE, re.MULTILINE
     ):
         lines = recipe.replace("\\\n", " ").splitlines()
         found[name] = next((line.strip() for line in lines if "$(ARGS)" in line), "")

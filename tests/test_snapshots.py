@@ -44,6 +44,10 @@ def test_the_next() -> None:
     assert_inline("two\\nthree", """""")
 
 
+def test_the_last() -> None:
+    assert_inline("four", """""")  # eight lines below test_another, which moves by eight
+
+
 def test_a_kernel() -> None:
     assert_snapshot("cpp/copy.txt", "for (int i = 0; i < n; i++)\\n    y[i] = x[i];")
 
@@ -92,7 +96,7 @@ def outcome(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_a_difference_is_shown_with_the_command_that_accepts_it(project: Path) -> None:
     done = pytest_in(project)
-    assert outcome(done) == "6 failed, 1 passed"
+    assert outcome(done) == "7 failed, 1 passed"
     said = re.sub(r"^E {7}", "", done.stdout, flags=re.MULTILINE)
     assert "\n-y = x\n+y = exp(x)\n" in said
     assert "\n    make accept ARGS=\"'tests/test_small.py::test_a_region'\"\n" in said
@@ -106,7 +110,7 @@ def test_a_difference_is_shown_with_the_command_that_accepts_it(project: Path) -
 def test_the_command_accepts_what_failed_and_no_more(project: Path) -> None:
     """Both kinds, one test at a time, as the messages say."""
     commands = re.findall(r'make accept ARGS="(.*)"', pytest_in(project).stdout)
-    assert len(commands) == 6
+    assert len(commands) == 7
     kernel = next(c for c in commands if "test_a_kernel" in c)
     assert outcome(pytest_in(project, *shlex.split(kernel), accept=True)) == "1 passed"
     assert (project / "expect" / "cpp" / "copy.txt").read_text() == KERNEL
@@ -115,13 +119,13 @@ def test_the_command_accepts_what_failed_and_no_more(project: Path) -> None:
     assert (project / "tests" / "test_small.py").read_text() == TESTS.replace(
         "\ny = x\n", "\ny = exp(x)\n"
     )
-    assert outcome(pytest_in(project)) == "4 failed, 3 passed"
+    assert outcome(pytest_in(project)) == "5 failed, 3 passed"
 
 
 def test_all_at_once(project: Path) -> None:
     """Texts that grow move those that stand below them, in a file that Python has read before."""
-    assert outcome(pytest_in(project, accept=True)) == "7 passed"
-    assert outcome(pytest_in(project)) == "7 passed"
+    assert outcome(pytest_in(project, accept=True)) == "8 passed"
+    assert outcome(pytest_in(project)) == "8 passed"
     rewritten = (project / "tests" / "test_small.py").read_text()
     lines = "".join(f"line {n}\n" for n in range(7))
     assert f'        """\\\n{lines}""",\n    )\n' in rewritten
