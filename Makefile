@@ -15,10 +15,10 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v c++ || command -v g++ || command -v clang++))
 
-.PHONY: help test sweep operators demo bench page lint types format clean check
+.PHONY: help test sweep operators upstream demo bench page lint types format clean check
 
 help:
-	@echo "make test | demo | bench | sweep | operators | page | lint | types | format | clean"
+	@echo "make test | demo | bench | sweep | operators | upstream | page | lint | types | format | clean"
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
@@ -29,6 +29,10 @@ sweep: $(VENV)/test.stamp
 # PyTorch's operator database compiled without the rules and with them: fails if they break anything.
 operators: $(VENV)/test.stamp
 	$(BIN)/python tests/operator_database.py --jobs $(JOBS) --summary expect/operators.txt $(ARGS)
+
+# PyTorch's own tests with the rules in eager mode and without: make upstream ARGS=path/to/pytorch/test
+upstream: $(VENV)/test.stamp
+	$(BIN)/python tests/upstream_tests.py --jobs $(JOBS) $(ARGS)
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/normpass demo $(ARGS)
