@@ -15,10 +15,12 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v c++ || command -v g++ || command -v clang++))
 
-.PHONY: help test accept sweep operators wheel demo bench page lint types format clean check
+TARGETS := test versions accept sweep operators upstream wheel demo bench page lint types \
+    format clean
+.PHONY: help check $(TARGETS)
 
 help:
-	@echo "make test | accept | demo | bench | sweep | operators | wheel | page | lint | types | format | clean"
+	@echo "make TARGET, one of: $(TARGETS)"
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
@@ -42,6 +44,10 @@ wheel: $(VENV)/test.stamp
 	rm -rf dist build/lib
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	NORMPASS_WHEEL="$$(echo dist/*.whl)" $(BIN)/pytest tests/test_installed.py -k wheel $(ARGS)
+
+# PyTorch's own tests with the rules in eager mode and without: make upstream ARGS=path/to/pytorch/test
+upstream: $(VENV)/test.stamp
+	$(BIN)/python tests/upstream_tests.py --jobs $(JOBS) $(ARGS)
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/normpass demo $(ARGS)

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 
 
 def batching_rule(
-    op: OpOverload | str, *, source: str, shapes: str, why: str = ""
+    op: OpOverload | str,
+    *,
+    source: str,
+    shapes: str,
+    why: str = "",
+    constants: Sequence[int] = (),
 ) -> Callable[[BatchingRule], BatchingRule]:
     """Decorator: enters the batching rule of an operator, asked where an argument is batched.
 
     `op` may be a string where some supported version of torch lacks the operator: there the rule
-    does not exist.
+    does not exist. constants: as in registry.Rule.
     """
 
     def decorate(rule: BatchingRule) -> BatchingRule:
@@ -41,7 +46,10 @@ def batching_rule(
         if found is None:
             return rule
         guarded = unless_unbatched(found)(rule)
-        return register_rule("batching", found, source=source, shapes=shapes, why=why)(guarded)
+        enter = register_rule(
+            "batching", found, source=source, shapes=shapes, why=why, constants=constants
+        )
+        return enter(guarded)
 
     return decorate
 

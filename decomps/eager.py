@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.kernels import batched, positional
+from normpass.decomps.kernels import batched, positional, with_constants
 from normpass.decomps.levels import in_transform, needs_composition
 from normpass.decomps.registry import by_op
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch._ops import OpOverload
+
+    from normpass.decomps.registry import Rule
 
     Function = Callable[..., Any]
 
@@ -76,12 +78,12 @@ def _own(op: OpOverload) -> Function:
     return torch.library.get_kernel(op, "AutogradCPU").call_boxed
 
 
-def _forward(op: OpOverload, composition: Function) -> Function:
+def _forward(op: OpOverload, composition: Rule) -> Function:
     own = _own(op)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if needs_composition():
-            return composition(*args, **kwargs)
+            return with_constants(composition, composition(*args, **kwargs))
         return own(keyset, *args, **kwargs)
 
     return kernel

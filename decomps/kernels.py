@@ -8,26 +8,40 @@ import torch
 from torch._C import DispatchKey
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from normpass.decomps.levels import BatchLevel, needs_composition
+from normpass.decomps.levels import BatchLevel, constant, needs_composition
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._ops import OpOverload
 
+    from normpass.decomps.registry import Rule
+
     Function = Callable[..., Any]
 
 
-def derived(composition: Function, own: Function) -> Function:
+def derived(composition: Rule, own: Function) -> Function:
     """A kernel for Autograd: `own`, or where its derivatives would not be right the composition."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return (composition if needs_composition() else own)(*args, **kwargs)
+        if needs_composition():
+            return with_constants(composition, composition(*args, **kwargs))
+        return own(*args, **kwargs)
 
     return kernel
 
 
-def batched(op: OpOverload, rule: Function) -> Function:
+def with_constants(rule: Rule, results: Any) -> Any:
+    """What a rule returned, without derivatives where its operator has none."""
+    if not rule.constants:
+        return results
+    return tuple(
+        constant(result) if number in rule.constants else result
+        for number, result in enumerate(results)
+    )
+
+
+def batched(op: OpOverload, rule: Rule) -> Function:
     """A kernel for FuncTorchBatched from a batching rule f(info, in_dims, *args).
 
     Tensors of the current level of vmap are unwrapped and results wrapped again. The body runs with
@@ -43,6 +57,7 @@ def batched(op: OpOverload, rule: Function) -> Function:
         excluded = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             outs, out_dims = rule(level.info, in_dims, *plain)
+        outs = with_constants(rule, outs)
         if not isinstance(outs, tuple):  # one result, as register_vmap has it
             return level.wrap(outs, out_dims)
         wrapped = tuple(level.wrap(out, dim) for out, dim in zip(outs, out_dims, strict=True))

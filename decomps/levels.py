@@ -78,18 +78,43 @@ def below(target: Tensor, value: Tensor, refusal: str) -> Iterator[tuple[Tensor,
 
     Raises RuntimeError(refusal) where a level of vmap has batched the value and not the target.
     """
-    transforms = _functorch.TransformType
-    with contextlib.ExitStack() as levels:
-        while in_transform():
-            interpreter = retrieve_current_functorch_interpreter()
-            if interpreter.key() not in (transforms.Grad, transforms.Jvp, transforms.Vmap):
-                break
-            level = interpreter.level()
+    with contextlib.ExitStack() as lowered:
+        for level in _each(lowered):
             (target, front), (value, dim) = _unwrapped(target, level), _unwrapped(value, level)
             if front is None and dim is not None:
                 raise RuntimeError(refusal)
-            levels.enter_context(interpreter.lower())
             if front is not None:
                 target = target.movedim(front, 0)
                 value = value.unsqueeze(0) if dim is None else value.movedim(dim, 0)
         yield target, value
+
+
+def constant(value: Tensor) -> Tensor:
+    """The value without derivatives at any level or on the tape; batched as it is.
+
+    detach does less: it leaves tangents, and what outer levels know.
+    """
+    batched = []
+    with contextlib.ExitStack() as lowered:
+        for level in _each(lowered):
+            value, dim = _unwrapped(value, level)
+            if dim is not None:
+                batched.append((dim, level))
+        with torch._C._AutoDispatchBelowAutograd():
+            value = torch.ops.aten.detach.default(value)
+    for dim, level in reversed(batched):
+        value = _functorch._add_batch_dim(value, dim, level)
+    return value
+
+
+def _each(lowered: contextlib.ExitStack) -> Iterator[int]:
+    """The levels of grad, jvp and vmap from the innermost on, each when it is left for `lowered`
+    to come back to.
+    """
+    transforms = _functorch.TransformType
+    while in_transform():
+        interpreter = retrieve_current_functorch_interpreter()
+        if interpreter.key() not in (transforms.Grad, transforms.Jvp, transforms.Vmap):
+            return
+        lowered.enter_context(interpreter.lower())
+        yield interpreter.level()

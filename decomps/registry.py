@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
@@ -45,6 +45,8 @@ class Rule:
     shapes    "x: *n d, weight: d -> y: *n d": names of the parameters, axes, results
     why       what the code alone does not say; may be empty
     function  the rule itself
+    constants numbers of the results that have no derivative for autograd, such as a saved mean:
+              those of the operator in derivatives.yaml
 
     and, for the tests that are made from the record:
 
@@ -65,6 +67,7 @@ class Rule:
     linear: tuple[str, ...] = ()
     sample: Callable[..., Mapping[str, Any]] | None = None
     of: Callable[..., Any] | None = None
+    constants: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -132,6 +135,7 @@ def register_rule(
     shapes: str,
     why: str = "",
     sample: Callable[..., Mapping[str, Any]] | None = None,
+    constants: Sequence[int] = (),
 ) -> Callable[[F], F]:
     """Decorator: enters a function as a rule, as it is.
 
@@ -140,7 +144,8 @@ def register_rule(
     """
 
     def decorate(function: F) -> F:
-        _add(Rule(kind, op, name or str(op or ""), source, shapes, why, function, sample=sample))
+        called, fixed = name or str(op or ""), tuple(constants)
+        _add(Rule(kind, op, called, source, shapes, why, function, sample=sample, constants=fixed))
         return function
 
     return decorate
@@ -154,6 +159,7 @@ def decomposition(
     results: Sequence[Result],
     why: str = "",
     autograd: bool = False,
+    constants: Sequence[int] = (),
     sample: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: enters a formula as the decomposition of an operator.
@@ -164,22 +170,22 @@ def decomposition(
 
     `op` may be a string such as "aten.batch_norm_backward.default" where some supported version of
     torch lacks the operator: there the rule does not exist. autograd: the formula is what the
-    operator is for autograd too, at higher orders (decomps/kernels.py).
+    operator is for autograd too, at higher orders (decomps/kernels.py), with these constants among
+    its results.
     """
 
     def decorate(formula: F) -> F:
         found = find_op(op) if isinstance(op, str) else op
         if found is not None:
             function = with_conventions(formula, found._schema, results)
-            for kind in _kinds(autograd):
-                _add(Rule(kind, found, str(found), source, shapes, why, function, sample=sample))
+            rule = Rule("decomposition", found, str(found), source, shapes, why, function)
+            rule = replace(rule, sample=sample, constants=tuple(constants))
+            _add(rule)
+            if autograd:
+                _add(replace(rule, kind="autograd"))
         return formula
 
     return decorate
-
-
-def _kinds(autograd: bool) -> tuple[Kind, ...]:
-    return ("decomposition", "autograd") if autograd else ("decomposition",)
 
 
 def formula(
@@ -266,9 +272,9 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     }
 
 
-def by_op(kind: Kind) -> dict[OpOverload, Callable[..., Any]]:
+def by_op(kind: Kind) -> dict[OpOverload, Rule]:
     """Operators and their rules of one kind."""
-    return {rule.op: rule.function for rule in rules() if rule.kind == kind and rule.op is not None}
+    return {rule.op: rule for rule in rules() if rule.kind == kind and rule.op is not None}
 
 
 def batch_rule(op: OpOverload | OpOverloadPacket) -> Rule:

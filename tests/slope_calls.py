@@ -214,7 +214,7 @@ def samples_of(rule: Rule, which: int = 0) -> Iterator[Sample]:
     names = [a.name for a in rule.op._schema.arguments]
     defaults = {a.name: a.default_value for a in rule.op._schema.arguments if a.has_default_value()}
     for call in variants(rule.name):
-        x = _domain(call, SIZES[which]["s"])
+        x = domain(call, SIZES[which]["s"])
         if x is None:
             continue
         here = call.on(x)
@@ -224,7 +224,7 @@ def samples_of(rule: Rule, which: int = 0) -> Iterator[Sample]:
         yield Sample(rule, label, {first: cotangent(here.x), **given}, {"*s": 1})
 
 
-def _domain(call: Call, count: int) -> Tensor | None:
+def domain(call: Call, count: int) -> Tensor | None:
     """Some of the numbers of a call's tensor, where function and derivative are finite and not
     large, in the plane around them too; None where there are none, as for real powers of -2.
     """
@@ -267,7 +267,7 @@ def check_by_differences(vjp: Rule, jvp: Rule, call: Call) -> None:
         def jvp(ctx: Any, t: Tensor) -> Tensor:
             return jvp(t, *ctx.call.on_others(*ctx.saved_tensors), **call.kwargs)
 
-    x = _domain(call, 4)
+    x = domain(call, 4)
     if x is None:
         return
     x.requires_grad_()

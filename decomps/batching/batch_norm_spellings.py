@@ -39,7 +39,13 @@ def _forward(name: str, source: str, why: str = "", **fixed: Any) -> None:
     reserve, functional, vendors = has_reserve(op), is_functional(op), is_vendors(op)
     results = _SAVED + ", reserve: 0" * reserve + ", new_mean: v c, new_var: v c" * functional
 
-    @batching_rule(op, source=source, shapes=f"{tensors(op, 'v ')} -> {results}", why=why)
+    @batching_rule(
+        op,
+        source=source,
+        shapes=f"{tensors(op, 'v ')} -> {results}",
+        why=why,
+        constants=range(1, len(op._schema.returns)),
+    )
     @wraps(normalize)
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
         dims = in_order(op, in_dims, FORWARD, **dict.fromkeys(fixed))

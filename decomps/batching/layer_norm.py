@@ -37,6 +37,7 @@ RULES = "aten/src/ATen/functorch/BatchRulesNorm.cpp"
     source=f"{RULES}: native_layer_norm_batch_rule",
     shapes="input: v *n *d, weight: v *d, bias: v *d -> y: v *n *d, mean: v *n 1, rstd: v *n 1",
     why="v is one more of the axes *n; a weight or bias per example is applied outside the norm",
+    constants=(1, 2),
 )
 def layer_norm(
     info: Any,

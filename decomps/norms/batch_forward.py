@@ -1,8 +1,8 @@
 """Batch norm's forward for autograd: a composition of primitives, right to any order.
 
 Below autograd the forward stays with torch's decompositions (see batch.py). Every spelling of the
-operator is `_normalize` with other arguments: saved statistics are results of it, and derivatives
-go through them.
+operator is `_normalize` with other arguments. Derivatives go through the statistics, which are
+constants as results.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def _rule(name: str, why: str = "", **fixed: Any) -> None:
 
     source = f"{SOURCE}: batch_norm_cpu"
     shapes = f"{tensors(op)} -> {RESULTS}" + ", reserve: 0" * has_reserve(op)
-    register_rule("autograd", op, source=source, shapes=shapes, why=why)(composition)
+    constants = range(1, len(op._schema.returns))
+    enter = register_rule(
+        "autograd", op, source=source, shapes=shapes, why=why, constants=constants
+    )
+    enter(composition)
 
 
 _RESERVE = "the reserve, which is cuDNN's own, stays empty"

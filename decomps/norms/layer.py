@@ -26,6 +26,7 @@ aten = torch.ops.aten
     results=(Result(like("input")), Result(statistic_by_device), Result(statistic_by_device)),
     why="torch's own copies a non-contiguous input first",
     autograd=True,
+    constants=(1, 2),
 )
 def layer_norm(
     x: Tensor,

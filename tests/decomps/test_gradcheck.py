@@ -1,0 +1,251 @@
+"""Every operator with a rule under PyTorch's gradcheck, by the samples of its OpInfos: in eager
+mode with the rules and compiled, in four modes.
+
+Which operators these are the registry says. One without an OpInfo is tested by the samples that its
+record implies; what is not tested at all stands in LEFT_OUT.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import gradchecks
+import pytest
+import slope_calls
+import torch
+from gradchecks import MODES, Compiled, Problem
+from samples import elementwise, sample
+from torch.testing._internal import common_methods_invocations as database
+
+from normpass.decomps.activate import registered
+from normpass.decomps.registry import Rule, rules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What torch itself warns of: variances of one element, forward-mode decompositions that load.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+LEFT_OUT = {
+    "_fused_rms_norm_backward": "no kernel on CPUs",
+    "cudnn_batch_norm": "no kernel on CPUs",
+    "cudnn_batch_norm_backward": "no kernel on CPUs",
+    "miopen_batch_norm": "no kernel on CPUs",
+    "miopen_batch_norm_backward": "no kernel on CPUs",
+    "_new_zeros_with_same_feature_meta": "no derivative: it makes the memory of a tangent",
+    "_reshape_alias": "not called: reshape, in whose OpInfo it is, makes a view",
+    "rrelu_with_noise": "writes to its noise, and draws other noise each time",
+}
+
+# OpInfos by which an operator is reached, where they do not have its name.
+THROUGH = {
+    "native_layer_norm": ("native_layer_norm", "nn.functional.layer_norm"),
+    "native_group_norm": ("native_group_norm", "nn.functional.group_norm"),
+    "native_batch_norm": (
+        *("native_batch_norm", "nn.functional.batch_norm", "nn.functional.instance_norm"),
+    ),
+    "linalg_cross": ("linalg.cross",),
+    "_native_batch_norm_legit_no_training": ("nn.functional.batch_norm",),
+}
+# The derivative of a derivative is checked where that of the forward is checked twice.
+THROUGH["native_layer_norm_backward"] = THROUGH["native_layer_norm"]
+THROUGH["native_group_norm_backward"] = THROUGH["native_group_norm"]
+THROUGH["native_batch_norm_backward"] = THROUGH["native_batch_norm"]
+THROUGH["batch_norm_backward"] = ("_batch_norm_with_update",)
+
+
+def own_name(rule: Rule) -> str:
+    """Of layer norm's backward native_layer_norm_backward."""
+    assert rule.op is not None
+    return rule.op._schema.name.partition("::")[2]
+
+
+def opinfos(name: str) -> list[Any]:
+    return [info for info in database.op_db if info.name in THROUGH.get(name, (name,))]
+
+
+def full_name(info: Any) -> str:
+    return f"{info.name}.{info.variant_test_name}".rstrip(".")
+
+
+RULES = rules()
+# Slopes and formulas are not what autograd calls: they have cases of their own.
+OPERATORS = sorted(
+    {own_name(r) for r in RULES if r.op and r.op.namespace == "aten" and not elementwise(r)}
+)
+INFOS = {full_name(info): info for name in OPERATORS for info in opinfos(name)}
+ONLY_TRACED = {
+    full_name(info)
+    for rule in RULES
+    if rule.kind == "zero_tensor"
+    for info in opinfos(own_name(rule))
+}
+SLOPES = [
+    rule.name
+    for rule in RULES
+    if rule.kind == "vjp" and elementwise(rule) and own_name(rule) not in LEFT_OUT
+]
+RECORDS = {
+    rule.name: rule
+    for rule in RULES
+    if rule.op is not None
+    and not elementwise(rule)
+    and rule.kind not in ("decomposition", "zero_tensor")
+    and not opinfos(own_name(rule))
+    and own_name(rule) not in LEFT_OUT
+}
+FIRST = 1  # samples of each OpInfo; the sweep takes all
+
+# What stock gets wrong itself, and the rules leave to it: it is a first-order derivative.
+STOCK_FAILS = {
+    ("native_group_norm", mode): "the gradient of mean alone is zero where rstd has none"
+    for mode in ("gradcheck", "batched")
+}
+
+
+@pytest.fixture(autouse=True)
+def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database seeds random operators within the function itself, which cannot be compiled."""
+    monkeypatch.setattr(database, "wrapper_set_seed", lambda f, *args, **kwargs: f(*args, **kwargs))
+
+
+def dtypes(info: Any) -> list[torch.dtype]:
+    """As upstream: gradcheck needs double precision."""
+    both = (torch.float64, torch.complex128)
+    return [dtype for dtype in both if dtype in info.supported_backward_dtypes("cpu")]
+
+
+def problems(name: str, count: int | None) -> Iterator[Problem]:
+    for dtype in dtypes(INFOS[name]):
+        yield from gradchecks.of_opinfo(INFOS[name], dtype, count)
+
+
+@functools.cache
+def slope_problems(name: str, count: int | None) -> tuple[Problem, ...]:
+    """The samples of an elementwise operator, where its derivative is finite and not large."""
+    found = []
+    for dtype in (torch.float64, torch.complex128):
+        for call in slope_calls.variants(name, dtype)[:count]:
+            x = slope_calls.domain(call, 4)
+            if x is not None:
+                found.append(gradchecks.of_slope(call, x))
+    return tuple(found)
+
+
+def record_problems(name: str) -> Iterator[Problem]:
+    rule = RECORDS[name]
+    yield gradchecks.of_record(sample(rule), rule.op)
+
+
+def fails(problem: Problem, mode: str) -> bool:
+    try:
+        gradchecks.check(problem, mode)
+    except Exception:  # whatever it is, stock has it
+        return True
+    return False
+
+
+# --- what is tested -----------------------------------------------------------------------------
+
+
+def test_no_rule_is_left_out_silently() -> None:
+    tested = set(SLOPES) | set(RECORDS)
+    for rule in RULES:
+        name = own_name(rule)
+        assert (name in LEFT_OUT) != bool(rule.name in tested or opinfos(name)), rule.name
+    assert set(LEFT_OUT) <= {own_name(rule) for rule in RULES}
+
+
+EAGER = [name for name in INFOS if name not in ONLY_TRACED]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EAGER)
+def test_eager(name: str, mode: str) -> None:
+    check_eager(name, mode, FIRST)
+
+
+def check_eager(name: str, mode: str, count: int | None) -> None:
+    """With register(eager=True) a norm passes what it passes without."""
+    found = [p for p in problems(name, count) if mode in p.modes]
+    for problem in found:
+        with registered(eager=True):
+            if (name, mode) in STOCK_FAILS:
+                ours = fails(problem, mode)
+            else:
+                gradchecks.check(problem, mode)
+                continue
+        assert not ours or fails(problem, mode), "torch is right here: so must the rules be"
+    if not found:
+        pytest.skip(f"torch does not support {mode} of {name}")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_all_samples(name: str, mode: str) -> None:
+    check_eager(name, mode, None)
+
+
+def check_compiled(problem: Problem) -> None:
+    expected = Compiled(problem)
+    torch._dynamo.reset()
+    with registered():
+        expected.check()
+
+
+@pytest.mark.parametrize("name", INFOS)
+def test_compiled(name: str) -> None:
+    for problem in problems(name, FIRST):
+        check_compiled(problem)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", INFOS)
+def test_compiled_all_samples(name: str) -> None:
+    for problem in problems(name, None):
+        check_compiled(problem)
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes(name: str) -> None:
+    check_slopes(name, FIRST)
+
+
+def check_slopes(name: str, count: int | None) -> None:
+    """The operator with the derivatives of its rules, in every mode."""
+    for problem in slope_problems(name, count):
+        for mode in MODES:
+            gradchecks.check(problem, mode)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_all_samples(name: str) -> None:
+    check_slopes(name, None)
+
+
+@pytest.mark.parametrize(
+    "name", [*SLOPES[::8], *(pytest.param(n, marks=pytest.mark.sweep) for n in SLOPES)]
+)
+def test_slopes_compiled(name: str) -> None:
+    for problem in slope_problems(name, FIRST):
+        check_compiled(problem)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RECORDS)
+def test_records(name: str, mode: str) -> None:
+    """Operators without an OpInfo: the formulas, and norms that only have a rule for vmap."""
+    for problem in record_problems(name):
+        with registered(eager=True):
+            gradchecks.check(problem, mode)
+
+
+@pytest.mark.parametrize(
+    "name", [*list(RECORDS)[::8], *(pytest.param(n, marks=pytest.mark.sweep) for n in RECORDS)]
+)
+def test_records_compiled(name: str) -> None:
+    for problem in record_problems(name):
+        check_compiled(problem)
