@@ -1,9 +1,12 @@
 # make test, make demo: each makes .venv and installs what it needs; nothing else has to be done.
 # make PYTHON=python3.12 test      another Python
-# make TORCH=torch==2.11.0 test    another torch; delete .venv (make clean) before changing it
+# make TORCH=torch==2.11.0 test    another torch, put into .venv in place of the one there
+# make versions                    the suite on the oldest and the newest torch, each in its own venv
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# What `make versions` tests beside it.
+VERSIONS ?= 2.11.0 2.15.0
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
@@ -15,13 +18,18 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v c++ || command -v g++ || command -v clang++))
 
-.PHONY: help test sweep operators demo bench page lint types format clean check
+.PHONY: help test versions sweep operators demo bench page lint types format clean check
 
 help:
-	@echo "make test | demo | bench | sweep | operators | page | lint | types | format | clean"
+	@echo "make test | versions | demo | bench | sweep | operators | page | lint | types | format | clean"
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+versions: $(VERSIONS:%=version-%)
+
+version-%:
+	$(MAKE) test VENV=build/venv-$* TORCH=torch==$*
 
 sweep: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) -m sweep $(ARGS)
@@ -59,13 +67,21 @@ types: $(VENV)/dev.stamp
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# A stamp per extra: pip runs again only when pyproject.toml or setup.py has changed.
-$(VENV)/%.stamp: pyproject.toml setup.py | check
+# A stamp per extra: pip runs again only when pyproject.toml, setup.py or TORCH has changed.
+$(VENV)/%.stamp: pyproject.toml setup.py $(VENV)/torch.txt | check
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first and by its version: resolved as a dependency it could be any newer one
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]" "$(TORCH)"
 	@touch $@
+
+# What TORCH was; written anew, and so newer than the stamps, only where it is another now.
+$(VENV)/torch.txt: always
+	@mkdir -p $(VENV)
+	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
+
+.PHONY: always
+always:
 
 check:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
