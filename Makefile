@@ -1,9 +1,12 @@
 # make test, make demo: each makes .venv and installs what it needs; nothing else has to be done.
 # make PYTHON=python3.12 test      another Python
-# make TORCH=torch==2.11.0 test    another torch; delete .venv (make clean) before changing it
+# make TORCH=torch==2.11.0 test    another torch, put into .venv in place of the one there
+# make versions                    the suite on the oldest and the newest torch, each in its own venv
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# What `make versions` tests beside it.
+VERSIONS ?= 2.11.0 2.15.0
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
@@ -24,6 +27,11 @@ help:
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+versions: $(VERSIONS:%=version-%)
+
+version-%:
+	$(MAKE) test VENV=build/venv-$* TORCH=torch==$*
 
 # Snapshots as they are now, inline and in files; one process, because expecttest edits the tests.
 accept: $(VENV)/test.stamp
@@ -78,13 +86,21 @@ types: $(VENV)/dev.stamp
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# A stamp per extra: pip runs again only when pyproject.toml or setup.py has changed.
-$(VENV)/%.stamp: pyproject.toml setup.py | check
+# A stamp per extra: pip runs again only when pyproject.toml, setup.py or TORCH has changed.
+$(VENV)/%.stamp: pyproject.toml setup.py $(VENV)/torch.txt | check
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first and by its version: resolved as a dependency it could be any newer one
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]" "$(TORCH)"
 	@touch $@
+
+# What TORCH was; written anew, and so newer than the stamps, only where it is another now.
+$(VENV)/torch.txt: always
+	@mkdir -p $(VENV)
+	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
+
+.PHONY: always
+always:
 
 check:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \

@@ -18,7 +18,12 @@ def machine(device: str) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("normpass", "torch", "triton")},
+        "versions": {
+            "normpass": installed("normpass"),
+            # Its own word: the package's version leaves the build out (2.15.0 for 2.15.0+cu132).
+            "torch": torch.__version__,
+            "triton": installed("triton"),
+        },
         "device": device,
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name(device) if cuda else None,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.decomps.torch_versions import GROUP_NORM_NEEDS_EXTENT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -136,7 +138,8 @@ def _groups(
         for p in parameter_dtypes(dtype):
             for k in (1, 3, 6):
                 yield f"{label}, {k} groups, {p}", g, x, k, w.to(p), w.to(p)
-    for shape in ((4, 6), (4, 6, 7), (2, 6, 3, 2, 4), (0, 6, 5, 3), (4, 6, 0, 3), (1, 6, 1, 1)):
+    shapes = [(4, 6), (4, 6, 7), (2, 6, 3, 2, 4), (0, 6, 5, 3), (1, 6, 1, 1)]
+    for shape in shapes + [(4, 6, 0, 3)] * (not GROUP_NORM_NEEDS_EXTENT):
         yield str(shape), *pair(shape, dtype), 3, w, w
     volume = [
         v.contiguous(memory_format=torch.channels_last_3d) for v in pair((2, 6, 3, 2, 4), dtype)

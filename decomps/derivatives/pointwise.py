@@ -14,6 +14,7 @@ import torch
 from torch import special
 
 from normpass.decomps.registry import slopes
+from normpass.decomps.torch_versions import BESSEL_HAS_DERIVATIVES, CLAMP_PASSES_AT_BOUNDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,8 +92,8 @@ def _sinc(g: Tensor, x: Tensor) -> Tensor:
 
 
 def _away_from_zero(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Where |x| > eps, and x with the rest replaced, so that nothing divides by zero."""
-    away = x.abs() > torch.finfo(x.dtype).eps
+    """Where |x| > eps or NaN, and x with the rest replaced, so that nothing divides by zero."""
+    away = ~(x.abs() <= torch.finfo(x.dtype).eps)
     return away, torch.where(away, x, 1)
 
 
@@ -115,8 +116,27 @@ def _i0(x: Tensor) -> Tensor:
 
 def _i1(x: Tensor) -> Tensor:
     """i0(x) - i1(x) / x;  near zero sum_k (k + 1/2) * (x / 2)^(2k) / (k! * (k + 1)!)"""
-    slope = _bessel(x, lambda z: special.i0(z) - special.i1(z) / z, lambda k: k + 0.5)
-    return torch.where(x.isnan(), 0.5, slope)  # as PyTorch
+    return _bessel(x, lambda z: special.i0(z) - special.i1(z) / z, lambda k: k + 0.5)
+
+
+def _j0(x: Tensor) -> Tensor:
+    """-j1(x);  near zero -x / 2 * sum_k (-1)^k * (x / 2)^(2k) / (k! * (k + 1)!)"""
+    near = x.abs() < 0.5
+    return -torch.where(near, x, 1) * _bessel(x, special.bessel_j1, lambda k: 0.5 * (-1) ** k)
+
+
+def _j1(x: Tensor) -> Tensor:
+    """j0(x) - j1(x) / x;  near zero sum_k (-1)^k * (k + 1/2) * (x / 2)^(2k) / (k! * (k + 1)!)"""
+    return _bessel(
+        x,
+        lambda z: special.bessel_j0(z) - special.bessel_j1(z) / z,
+        lambda k: (k + 0.5) * (-1) ** k,
+    )
+
+
+def _y1(x: Tensor) -> Tensor:
+    """y0(x) - y1(x) / x;  infinite at zero, where both terms are"""
+    return torch.where(x == 0, torch.inf, special.bessel_y0(x) - special.bessel_y1(x) / x)
 
 
 def _i1e(x: Tensor) -> Tensor:
@@ -206,10 +226,20 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _clamp(x: Tensor, min: float | None, max: float | None) -> Any:
-    """One from bound to bound, the bounds included, else zero."""
+    """One from bound to bound, else zero;  at a bound as `_clamp_min` and `_clamp_max`"""
     if min is None:
-        return 1 if max is None else x <= max
-    return x >= min if max is None else (x >= min) & (x <= max)
+        return 1 if max is None else _clamp_max(x, max)
+    return _clamp_min(x, min) if max is None else _clamp_min(x, min) & _clamp_max(x, max)
+
+
+def _clamp_min(x: Tensor, min: float) -> Tensor:
+    """One above min, else zero;  at min one up to torch 2.13, zero from 2.14 on"""
+    return x >= min if CLAMP_PASSES_AT_BOUNDS else x > min
+
+
+def _clamp_max(x: Tensor, max: float) -> Tensor:
+    """One below max, else zero;  at max one up to torch 2.13, zero from 2.14 on"""
+    return x <= max if CLAMP_PASSES_AT_BOUNDS else x < max
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -279,6 +309,20 @@ SPECIAL: Slopes = {
     "aten.special_ndtri.default": lambda y: SQRT_2PI * (y * y / 2).exp(),
 }
 
+# Entered where torch differentiates the Bessel functions that the slopes are made of.
+BESSEL: Slopes = {
+    "aten.special_bessel_j0.default": _j0,
+    "aten.special_bessel_j1.default": _j1,
+    "aten.special_bessel_y0.default": lambda x: -special.bessel_y1(x),
+    "aten.special_bessel_y1.default": _y1,
+    "aten.special_modified_bessel_i0.default": _i0,
+    "aten.special_modified_bessel_i1.default": _i1,
+    "aten.special_modified_bessel_k0.default": lambda x: -special.modified_bessel_k1(x),
+    "aten.special_modified_bessel_k1.default": lambda x, y: (
+        -(special.modified_bessel_k0(x) + y / x)
+    ),
+}
+
 ACTIVATIONS: Slopes = {
     "aten.celu.default": lambda g, x, alpha: _elu(g, x, alpha, 1, 1 / alpha),
     "aten.elu.default": _elu,
@@ -304,8 +348,8 @@ ACTIVATIONS: Slopes = {
 ROUNDING: Slopes = {
     "aten.ceil.default": lambda: 0,
     "aten.clamp.default": _clamp,
-    "aten.clamp_max.default": lambda x, max: x <= max,
-    "aten.clamp_min.default": lambda x, min: x >= min,
+    "aten.clamp_max.default": _clamp_max,
+    "aten.clamp_min.default": _clamp_min,
     "aten.floor.default": lambda: 0,
     "aten.fmod.Scalar": lambda: 1,
     "aten.nan_to_num.default": lambda x: x.isfinite().to(x.dtype),
@@ -316,5 +360,6 @@ ROUNDING: Slopes = {
     "aten.trunc.default": lambda: 0,
 }
 
-for _family in (POWERS_AND_PRODUCTS, EXPONENTIAL, TRIGONOMETRIC, SPECIAL, ACTIVATIONS, ROUNDING):
+_FAMILIES = [POWERS_AND_PRODUCTS, EXPONENTIAL, TRIGONOMETRIC, SPECIAL, ACTIVATIONS, ROUNDING]
+for _family in _FAMILIES + [BESSEL] * BESSEL_HAS_DERIVATIVES:
     slopes(_family, source="tools/autograd/derivatives.yaml")

@@ -1,0 +1,33 @@
+"""Facts that differ between the versions of torch that normpass supports: 2.11 to 2.15.
+
+One name for each, which rules and tests ask in place of a version. A fact says what torch itself
+does. Tried on 2.11.0, 2.13.0 and 2.15.0; what 2.14 does with derivatives
+is read from its derivatives.yaml, and where that does not say, nobody has looked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 15) of "2.15.0+cu132" and of "2.15.0a0+git1234": major and minor."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+RELEASE = release(torch.__version__)
+
+# The subgradient of clamp, clamp_min and clamp_max at a bound that is a number: one, and from 2.14
+# on zero, the smallest, as relu and hardtanh have it (pytorch 184574, 191142).
+CLAMP_PASSES_AT_BOUNDS = RELEASE < (2, 14)
+
+# Bessel functions (special.bessel_*, special.modified_bessel_*) have derivatives (pytorch 189872).
+# Before, autograd takes them for constants, so that a derivative of a slope made of them is lost.
+BESSEL_HAS_DERIVATIVES = RELEASE >= (2, 14)
+
+# The derivatives of special.i1 and special.i1e at NaN are 1/2. The rules say NaN in every version.
+I1_LOSES_NAN = RELEASE < (2, 15)
+
+# Group norm refuses an input without spatial extent.
+GROUP_NORM_NEEDS_EXTENT = RELEASE >= (2, 15)
