@@ -18,7 +18,7 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v c++ || command -v g++ || command -v clang++))
 
-TARGETS := test versions accept sweep operators upstream wheel demo bench page lint types \
+TARGETS := test versions accept sweep operators upstream models wheel demo bench page lint types \
     format clean
 .PHONY: help check $(TARGETS)
 
@@ -41,6 +41,10 @@ accept: $(VENV)/test.stamp
 
 sweep: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(JOBS) -m sweep $(ARGS)
+
+# Gradients of 34 model families of transformers and diffusers against eager.
+models: $(VENV)/test,models.stamp
+	$(BIN)/pytest -n $(JOBS) -m "sweep or not sweep" tests/models $(ARGS)
 
 # PyTorch's operator database compiled without the rules and with them: fails if they break anything.
 operators: $(VENV)/test.stamp

@@ -61,8 +61,8 @@ def register(eager: bool = False, running_stats: str = "error") -> None:
 
     Batching and autograd rules take effect while torch.compile traces: derivatives of norms are
     then right to any order and mix of forward and reverse mode, and vmap over them copies nothing.
-    Stock Inductor also gets the decompositions and the fusion pass. `unregister()` takes all of it
-    back.
+    Stock Inductor also gets the decompositions and the fusion pass, and what this version of it
+    computes wrong is mended (backend/inductor_mistakes). `unregister()` takes all of it back.
 
     Args:
         eager: the same rules in eager mode, for torch.func and for torch.autograd; a norm's
@@ -73,20 +73,30 @@ def register(eager: bool = False, running_stats: str = "error") -> None:
     Raises:
         ValueError: for a value of `running_stats` that does not exist; the message lists them.
     """
+    from normpass.backend import inductor_mistakes
     from normpass.backend.entry import fusion_pass
     from normpass.decomps import activate
 
-    activate.register(eager=eager, running_stats=running_stats, post_grad_pass=fusion_pass())
+    activate.register(
+        eager=eager,
+        running_stats=running_stats,
+        post_grad_pass=fusion_pass(),
+        also=inductor_mistakes.mended_for_rules,
+    )
 
 
 @contextmanager
 def registered(eager: bool = False, running_stats: str = "error") -> Iterator[None]:
     """`register()` for the length of a `with` block; what was registered before stays so."""
+    from normpass.backend import inductor_mistakes
     from normpass.backend.entry import fusion_pass
     from normpass.decomps import activate
 
     with activate.registered(
-        eager=eager, running_stats=running_stats, post_grad_pass=fusion_pass()
+        eager=eager,
+        running_stats=running_stats,
+        post_grad_pass=fusion_pass(),
+        also=inductor_mistakes.mended_for_rules,
     ):
         yield
 

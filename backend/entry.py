@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from normpass.backend import dump, inductor_call, record, toolchain
+from normpass.backend import dump, inductor_call, inductor_mistakes, record, toolchain
 from normpass.backend.op import region_op
 from normpass.backend.options import Options
 from normpass.backend.plan import make_plan
@@ -74,6 +74,7 @@ def _compile_with_inductor(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    inductor_mistakes.install()
     patches = {**(list_mode_options(mode) if mode else {}), **settings.inductor}
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     # What `register` fuses under stock Inductor is fused here, with these options, and once.
@@ -178,8 +179,8 @@ class FusionPass(CustomGraphPass):
         return accept(lowered, estimate)
 
     def uuid(self) -> Any:
-        """What Inductor's cache knows this pass by: our sources and the options. None, so no
-        caching, if a pass before ours has no identity.
+        """What Inductor's cache knows this pass by: our sources, the options, and what is mended in
+        Inductor. None, so no caching, if a pass before ours has no identity.
         """
         others = [
             other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
@@ -187,7 +188,8 @@ class FusionPass(CustomGraphPass):
         if None in others:
             return None
         # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
-        return f"normpass {source_digest()} {self.settings} {is_registered()} {others}"
+        mended = inductor_mistakes.key()
+        return f"normpass {source_digest()} {self.settings} {is_registered()} {mended} {others}"
 
 
 def fusion_pass() -> FusionPass:

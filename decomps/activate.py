@@ -28,11 +28,14 @@ from normpass.decomps.inductor_state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from normpass.decomps.dispatch import TracingRules
     from normpass.decomps.eager import EagerRules
     from normpass.decomps.inductor_state import GraphPass
+
+    # Changes something more of torch's, and returns what puts it back.
+    Also = Callable[[], Callable[[], None]]
 
 RUNNING_STATS = ("error",)
 
@@ -43,6 +46,7 @@ class _Holder:
 
     graph_pass: GraphPass | None
     eager: bool
+    also: Also | None = None
 
 
 @dataclass
@@ -69,6 +73,7 @@ class _State:
                 self.installed = _Installed.install()
             if self.installed is not None:
                 self.installed.in_eager_mode(any(holder.eager for holder in self.holders))
+                self.installed.with_also(next((h.also for h in self.holders if h.also), None))
         except BaseException:
             self.explicit = None
             self.blocks.clear()
@@ -90,6 +95,7 @@ def register(
     eager: bool = False,
     running_stats: str = "error",
     post_grad_pass: GraphPass | None = None,
+    also: Also | None = None,
 ) -> None:
     """Installs the rules in this process, for all that is compiled from then on.
 
@@ -101,6 +107,9 @@ def register(
     are bypassed. Registering again is harmless: a pass that is given then replaces the first, and
     eager=True adds to what is there.
 
+    also: called once with the rules installed, for what a later stage changes in torch; what it
+    returns is called when they are taken out.
+
     Raises ValueError for an unknown running_stats.
     """
     _check(running_stats)
@@ -110,6 +119,8 @@ def register(
         _STATE.explicit.eager |= eager
         if post_grad_pass is not None:
             _STATE.explicit.graph_pass = post_grad_pass
+        if also is not None:
+            _STATE.explicit.also = also
         _STATE.sync()
 
 
@@ -127,13 +138,14 @@ def registered(
     eager: bool = False,
     running_stats: str = "error",
     post_grad_pass: GraphPass | None = None,
+    also: Also | None = None,
 ) -> Iterator[None]:
     """`register` for the length of a block; what was registered around it stays.
 
     Blocks may overlap in several threads: the last one to end puts torch's state back.
     """
     _check(running_stats)
-    block = _Holder(post_grad_pass, eager)
+    block = _Holder(post_grad_pass, eager, also)
     with _STATE.lock:
         _STATE.blocks.append(block)
         _STATE.sync()
@@ -177,6 +189,7 @@ class _Installed:
     passes: PassPatch
     rules: TracingRules
     eager: EagerRules | None = None
+    undo_also: Callable[[], None] | None = None
 
     @classmethod
     def install(cls) -> _Installed:
@@ -204,7 +217,16 @@ class _Installed:
             self.eager.revert()
             self.eager = None
 
+    def with_also(self, also: Also | None) -> None:
+        """Does what a later stage wants, or takes it back."""
+        if also is not None and self.undo_also is None:
+            self.undo_also = also()
+        elif also is None and self.undo_also is not None:
+            self.undo_also()
+            self.undo_also = None
+
     def uninstall(self) -> None:
+        self.with_also(None)
         self.in_eager_mode(False)
         self.rules.revert()
         self.place.active = False

@@ -1,0 +1,62 @@
+"""What a known mistake of Inductor's is, and how a function of torch's is wrapped and put back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.torch_version import TorchVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Undo = Callable[[], None]
+
+OLDEST = "2.11"  # the oldest version of torch that is supported
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake of Inductor's that gives wrong numbers, and what mends it.
+
+    issue, fix: numbers at github.com/pytorch/pytorch; fix is the pull request, if one is known.
+    wrong: what goes wrong and why. since: the first version of torch that has it, of those
+    supported. fixed: the first that does not; None while there is none. mend: changes what is
+    wrong in torch and returns what puts it back; raises ImportError or AttributeError where torch
+    has no such thing.
+    """
+
+    name: str
+    issue: int
+    fix: int | None
+    wrong: str
+    mend: Callable[[], Undo]
+    since: str = OLDEST
+    fixed: str | None = None
+
+    def concerns(self, version: str) -> bool:
+        """Whether a version of torch has it. Builds of one version, as 2.13.0+cpu, are alike."""
+        public = TorchVersion(str(version).partition("+")[0])
+        return public >= self.since and (self.fixed is None or public < self.fixed)
+
+
+def wrap(owner: type, name: str, around: Callable[[Callable[..., Any]], Any]) -> Undo:
+    """Puts `around(original)` in place of a class's own method; returns what puts it back.
+
+    A method that somebody replaced after us is theirs, and stays.
+
+    Raises:
+        AttributeError: if the class itself defines no such method.
+    """
+    original = vars(owner).get(name)
+    if original is None:
+        raise AttributeError(f"{owner.__qualname__} defines no {name}")
+    replacement = functools.wraps(original)(around(original))
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        if vars(owner).get(name) is replacement:
+            setattr(owner, name, original)
+
+    return undo

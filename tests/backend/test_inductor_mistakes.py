@@ -1,0 +1,268 @@
+"""Known mistakes of Inductor's: right with their mends, wrong without, torch as it was after."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import inductor_mistake_cases
+import pytest
+from inductor_mistake_cases import CASES, Case, error
+from torch.torch_version import TorchVersion
+
+import normpass
+from normpass.backend import inductor_mistakes
+from normpass.backend.entry import FusionPass
+from normpass.backend.inductor_mistakes import MISTAKES, install, key, uninstall, without
+from normpass.backend.inductor_mistakes.mistake import Mistake, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MISTAKE = {mistake.name: mistake for mistake in MISTAKES}
+
+
+def patched() -> list[Any]:
+    """Everything of torch's that a mend may replace."""
+    from torch._inductor import lowering
+    from torch._inductor.codegen.cpp import CppKernelProxy, CppTile2DKernel
+    from torch._inductor.scheduler import SchedulerNode
+
+    return [
+        vars(SchedulerNode)["recompute_size_and_body"],
+        vars(CppTile2DKernel)["store"],
+        vars(CppKernelProxy)["aggregate_reduction_buffers"],
+        dict(lowering._maybe_layout_constraints),
+    ]
+
+
+def in_this_version() -> list[str]:
+    return [m.name for m in MISTAKES if m.concerns(inductor_mistakes.version())]
+
+
+def skip_unless_in_this_version(case: Case) -> None:
+    mistake, found = MISTAKE[case.mistake], TorchVersion(inductor_mistakes.version())
+    if not mistake.concerns(found):
+        span = f"{mistake.since} up to {mistake.fixed}"
+        pytest.skip(f"pytorch issue {mistake.issue} is in torch {span}")
+    if found < case.since:
+        pytest.skip(f"torch {case.since} is the first whose loops show it for this function")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """Each test starts and ends with torch's own functions."""
+    uninstall()
+    before = patched()
+    assert not any(hasattr(function, "__wrapped__") for function in before)
+    yield
+    normpass.unregister()
+    uninstall()
+    assert patched() == before
+
+
+# --- the numbers --------------------------------------------------------------------------------
+
+
+def test_every_mistake_has_a_reproducer() -> None:
+    assert {case.mistake for case in CASES.values()} == set(MISTAKE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_with_the_mend(name: str) -> None:
+    assert error(CASES[name]) < 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_without_it(name: str) -> None:
+    """If this fails, torch has mended it: correct the record's versions."""
+    case = CASES[name]
+    skip_unless_in_this_version(case)
+    if case.corrupts:
+        assert _in_a_process_of_its_own(name) > 1000
+        return
+    with without(case.mistake):
+        assert error(case) > 1000
+
+
+def _in_a_process_of_its_own(name: str) -> float:
+    """The error, or infinity if the process was killed for what it wrote."""
+    script = Path(inductor_mistake_cases.__file__)
+    done = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True)
+    if done.returncode < 0:
+        return float("inf")
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout.splitlines()[-1])
+
+
+# --- caches -------------------------------------------------------------------------------------
+
+
+def test_wrong_code_does_not_come_back_from_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what stock Inductor left there nor what we did before a mistake was known."""
+    case = CASES["scattered"]
+    skip_unless_in_this_version(case)
+    with without():
+        assert error(case, "inductor") > 1000
+        assert error(case) > 1000
+    assert error(case) < 1
+    uninstall()
+    with normpass.registered():
+        assert error(case, "inductor") < 1
+    # The graphs are in the cache, and only the key keeps them from being found.
+    monkeypatch.setattr(inductor_mistakes, "key", lambda: "")
+    assert error(case) > 1000
+
+
+def test_the_key_is_part_of_the_passes_identity() -> None:
+    install()
+    mended = FusionPass().uuid()
+    assert all(name in mended for name in in_this_version())
+    with without():
+        assert key() == ""
+        if in_this_version():
+            assert FusionPass().uuid() != mended
+    assert FusionPass().uuid() == mended
+
+
+# --- what is patched, and when ------------------------------------------------------------------
+
+
+def test_install_and_uninstall() -> None:
+    before = patched()
+    assert key() == ""
+    install()
+    mended = patched()
+    assert key().split() == in_this_version()
+    assert (mended != before) == bool(in_this_version())
+    install()
+    assert patched() == mended
+    uninstall()
+    assert patched() == before
+    assert key() == ""
+
+
+def test_the_rules_bring_the_mends() -> None:
+    before = patched()
+    normpass.register()
+    normpass.register()
+    assert key().split() == in_this_version()
+    with normpass.registered():
+        assert key().split() == in_this_version()
+    assert key().split() == in_this_version()
+    normpass.unregister()
+    assert patched() == before
+
+
+def test_what_the_backend_mended_stays_when_the_rules_go() -> None:
+    with normpass.registered():
+        install()
+    assert key().split() == in_this_version()
+
+
+def test_one_mend_is_taken_out() -> None:
+    install()
+    for name in in_this_version():
+        with without(name):
+            assert key().split() == [other for other in in_this_version() if other != name]
+            with without():
+                assert key() == ""
+            assert name not in key()
+    assert key().split() == in_this_version()
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with (
+        pytest.raises(ValueError, match=r"forgotten_renames.*found \['forgoten'\]"),
+        without("forgoten"),
+    ):
+        pass
+
+
+def test_threads() -> None:
+    """Blocks overlap in several threads: mended in each of them, and put back after the last."""
+    before, failures = patched(), []
+
+    def work() -> None:
+        for _ in range(20):
+            with normpass.registered():
+                if key().split() != in_this_version():
+                    failures.append(key())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert patched() == before
+
+
+@pytest.mark.parametrize("version", ["2.15.0+cu132", "2.15.0", "2.16.1", "3.0.0"])
+def test_versions_without_mistakes_are_left_alone(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = tuple(mistake for mistake in MISTAKES if mistake.fixed is not None)
+    assert fixed
+    monkeypatch.setattr(inductor_mistakes, "MISTAKES", fixed)
+    monkeypatch.setattr(inductor_mistakes, "version", lambda: version)
+    before = patched()
+    install()
+    assert patched() == before
+    assert key() == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "concerned"),
+    [
+        ("2.11.0+cu130", False),
+        ("2.12.0", True),
+        ("2.13.0+cpu", True),
+        ("2.14.0+cu132", True),
+        ("2.14.1+cu132", False),
+        ("2.14.1", False),
+        ("2.15.0.dev20261001+cpu", False),
+    ],
+)
+def test_versions(version: str, concerned: bool) -> None:
+    mistake = Mistake("x", 1, 2, "", lambda: lambda: None, since="2.12", fixed="2.14.1")
+    assert mistake.concerns(version) == concerned
+
+
+def test_a_mistake_that_is_not_fixed_concerns_every_version() -> None:
+    mistake = Mistake("x", 1, 2, "", lambda: lambda: None)
+    assert mistake.concerns("2.11.0")
+    assert mistake.concerns("9.0.0+cpu")
+
+
+def test_without_what_a_mend_wraps_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Other:
+        pass
+
+    gone = Mistake("gone", 123, 124, "", lambda: wrap(Other, "store", lambda original: original))
+    monkeypatch.setattr(inductor_mistakes, "MISTAKES", (gone, *MISTAKES))
+    with caplog.at_level("INFO", logger="normpass"):
+        install()
+        install()
+    assert caplog.text.count("pytorch issue 123 is not mended") == 1
+    assert key().split() == in_this_version()
+
+
+def test_a_function_that_somebody_replaced_after_us_is_theirs() -> None:
+    class Owner:
+        def method(self) -> str:
+            return "torch"
+
+    def around(original: Callable[..., str]) -> Callable[..., str]:
+        return lambda self: "ours, " + original(self)
+
+    undo = wrap(Owner, "method", around)
+    assert Owner().method() == "ours, torch"
+    Owner.method = theirs = lambda self: "theirs"  # type: ignore[method-assign, assignment, misc]
+    undo()
+    assert vars(Owner)["method"] is theirs

@@ -1,0 +1,176 @@
+"""A reproducer for each known mistake of Inductor's: the function, its inputs and how wrong its
+compiled values and gradients are.
+
+    python tests/inductor_mistake_cases.py NAME    in a process of its own, that mend taken out
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Tensor = torch.Tensor
+
+# Relative to the largest element: rounding and the order of sums.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5}
+THREADS = 2
+CALLS = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """mistake: its name in inductor_mistakes. make: the inputs; those that float are differentiated
+    where there are gradients. corrupts: whether wrong code writes where it must not. since: the
+    first version of torch that compiles this function into loops which show the mistake.
+    """
+
+    mistake: str
+    function: Callable[..., Any]
+    make: Callable[[], tuple[Tensor, ...]]
+    gradients: bool = True
+    corrupts: bool = False
+    since: str = "2.11"
+
+
+def scattered(g: Tensor, i: Tensor, h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Loops over (2, 32, 64) fuse with loops over (2, 32, 8, 8), which read what was scattered."""
+    q = F.conv2d(h.sin(), w)
+    z = torch.zeros(2, 32, 64, dtype=g.dtype).index_add(2, i, g).view(2, 32, 8, 8)
+    y = z * 2
+    return q, z, y, h.cos() + F.conv2d(y, w)
+
+
+def pooled(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The backward of the pooling scatters into zeros that the convolution's backward reads."""
+    y = F.interpolate(x, scale_factor=(1.5, 1.25), mode="bilinear")[:, :, 1:7, 1:8]
+    conv = F.conv2d(y, weight, bias, padding=1)
+    pool = F.max_pool2d(conv, 3, 1, 1)
+    return torch.where(conv > pool.mean((2, 3), keepdim=True), conv, pool)
+
+
+def scattered_tiles(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    """The product is made in tiles, as one factor is transposed, and added to rows by index."""
+    product = x.t() * y
+    return torch.zeros(8, 16).index_put((index,), product, accumulate=True), product.sum(1)
+
+
+def pooled_volume(x: Tensor) -> Tensor:
+    """The indices lie as the input does, channels last."""
+    return F.adaptive_max_pool3d(x, (2, 3, 5))
+
+
+def short_rows(x: Tensor) -> Tensor:
+    """The product is a sum over tiles; a row ends 2 elements into a vector, and there are 18."""
+    gelu = (x * 0.5) * (torch.erf(x * 0.7071067811865476) + 1)
+    right = F.pad(gelu.permute(3, 2, 1, 0), (0, 0, 0, 10), value=0.5)
+    return torch.matmul(F.pad(gelu, (0, 0, 0, 0, 0, 10), value=0.5), right)
+
+
+def double(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, dtype=torch.float64)
+
+
+CASES = {
+    "scattered": Case(
+        "forgotten_renames",
+        scattered,
+        lambda: (
+            double(2, 32, 256),
+            torch.arange(256) // 4,
+            double(2, 32, 8, 8),
+            double(32, 32, 1, 1),
+        ),
+        gradients=False,
+    ),
+    "pooled": Case(
+        "forgotten_renames",
+        pooled,
+        lambda: (double(2, 3, 8, 8), double(5, 3, 3, 3), double(5)),
+        since="2.12",
+    ),
+    "scattered_tiles": Case(
+        "atomic_tiles",
+        scattered_tiles,
+        lambda: (torch.randn(16, 348), torch.randn(348, 16), torch.randint(0, 8, (348,))),
+        corrupts=True,
+    ),
+    "pooled_volume": Case(
+        "indices_of_pools",
+        pooled_volume,
+        lambda: (double(2, 4, 4, 6, 10).contiguous(memory_format=torch.channels_last_3d),),
+    ),
+    "short_rows": Case(
+        "tails_of_tiles",
+        short_rows,
+        lambda: (torch.randn(1, 8, 18, 18).contiguous(memory_format=torch.channels_last),),
+        corrupts=True,
+    ),
+}
+
+
+def error(case: Case, backend: str = "normpass", calls: int = 1) -> float:
+    """How far compiled values and gradients are from eager's, in units of rounding: right is below
+    1. The backward is compiled, and runs, in a thread of its own. With more calls than one, what is
+    written beyond a buffer is more likely to be found when memory is freed.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    inputs = case.make()
+    options: dict[str, Any] = {"cpp.threads": THREADS}
+    if backend == "normpass":
+        options = {"inductor": options}
+    compiled = torch.compile(case.function, backend=backend, options=options)
+    for _ in range(calls):
+        found = _results(compiled, case, inputs)
+    right = _results(case.function, case, inputs)
+    return max(_distance(a, b) for a, b in zip(found, right, strict=True))
+
+
+def _results(function: Any, case: Case, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    inputs = tuple(x.clone() for x in inputs)
+    wanted = [x.requires_grad_() for x in inputs if case.gradients and x.is_floating_point()]
+    outputs = function(*inputs)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    gradients: list[Tensor] = []
+
+    def backward() -> None:
+        gradients.extend(torch.autograd.grad(outputs, wanted, [(3 * y).sin() for y in outputs]))
+
+    if wanted:
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        assert gradients, "the backward raised an error"
+    return [y.detach() for y in (*outputs, *gradients)]
+
+
+def _distance(found: Tensor, right: Tensor) -> float:
+    assert found.dtype == right.dtype
+    assert found.shape == right.shape
+    largest = max(float(right.abs().max()), 1.0)
+    distance = float((found - right).abs().max()) / largest / ROUNDING[right.dtype]
+    return distance if distance == distance else float("inf")
+
+
+def main(name: str) -> None:
+    from normpass.backend import inductor_mistakes
+
+    torch.set_num_threads(THREADS)
+    case = CASES[name]
+    with inductor_mistakes.without(case.mistake):
+        print(error(case, calls=CALLS), flush=True)
+    # What wrong code wrote may end the process in any destructor.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
