@@ -42,7 +42,8 @@ class Problem:
     """A differentiable function at one place.
 
     function     its results, all of them: gradcheck finds out which have a derivative
-    smooth       those of its results that have one in stock
+    smooth       the function with those results only that have one in stock
+    stock        the same, with stock's derivatives
     pullback     (xs, cotangents) -> gradients, as it is to be tested
     pushforward  (xs, tangents) -> tangents, likewise
     options      gradcheck's, for all modes
@@ -53,6 +54,7 @@ class Problem:
 
     function: Callable[..., tuple[Tensor, ...]]
     smooth: Callable[..., tuple[Tensor, ...]]
+    stock: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Tensor, ...]
     pullback: Callable[[Tensors, Tensors], Tensors]
     pushforward: Callable[[Tensors, Tensors], Tensors]
@@ -71,10 +73,13 @@ def check(problem: Problem, mode: str) -> None:
     function, leaves = problem.function, problem.leaves
     options = {"check_batched_grad": False, **problem.options}
     forward = {**options, "check_backward_ad": False, "check_undefined_grad": False}
+    # In forward mode gradcheck miscounts results without a derivative, which upstream skips for:
+    # "Problem with _get_numerical_jacobian, IndexError: tuple index out of range".
+    smooth = problem.smooth
     if mode == "gradcheck":
         assert gradcheck(function, leaves, **options)
         if problem.forward:
-            assert gradcheck(function, leaves, check_forward_ad=True, **forward)
+            assert gradcheck(smooth, leaves, check_forward_ad=True, **forward)
     elif mode == "gradgradcheck":
         assert gradgradcheck(function, leaves, gen_non_contig_grad_outputs=True, **options)
     elif mode == "forward over reverse":
@@ -86,7 +91,7 @@ def check(problem: Problem, mode: str) -> None:
             assert gradcheck(function, leaves, **options)
         if "forward" in problem.batched:
             batched = {"check_forward_ad": True, "check_batched_forward_grad": True}
-            assert gradcheck(function, leaves, **batched, **forward)
+            assert gradcheck(smooth, leaves, **batched, **forward)
         if "gradgrad" in problem.batched:
             assert gradgradcheck(function, leaves, **options)
 
@@ -128,15 +133,15 @@ class Compiled:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         xs = self.xs = [x.detach() for x in problem.inputs]
-        ys = problem.smooth(*xs)
+        ys = problem.stock(*xs)
         self.ts = [waves(x, 1.0) for x in xs]
         self.vs, self.vts = ([waves(y, phase) for y in ys] for phase in (2.0, 3.0))
         self.batch = [torch.stack([v, -2 * v, v.flip(0) if v.dim() else v]) for v in self.vs]
-        self.along = differences(problem.smooth, xs, self.ts)
+        self.along = differences(problem.stock, xs, self.ts)
         count = len(xs)
 
         def gradient(*values: Tensor) -> Tensors:
-            return vjp(problem.smooth, *values[:count])[1](values[count:])
+            return vjp(problem.stock, *values[:count])[1](values[count:])
 
         self.pulled = list(gradient(*xs, *self.vs))
         self.twice = differences(gradient, [*xs, *self.vs], [*self.ts, *self.vts])
@@ -222,6 +227,7 @@ def of_sample(info: Any, sample: Any) -> Problem | None:
     return Problem(
         lambda *inputs: tuple(call(*inputs)),
         smooth,
+        smooth,
         inputs,
         lambda xs, vs: vjp(smooth, *xs)[1](tuple(vs)),
         lambda xs, ts: jvp(smooth, tuple(xs), tuple(ts))[1],
@@ -255,6 +261,7 @@ def of_record(given: Sample, op: Any) -> Problem:
     return Problem(
         call,
         smooth,
+        smooth,
         inputs,
         lambda xs, vs: vjp(smooth, *xs)[1](tuple(vs)),
         lambda xs, ts: jvp(smooth, tuple(xs), tuple(ts))[1],
@@ -285,6 +292,7 @@ def of_slope(call: Call, x: Tensor) -> Problem:
             return forward(t, *on(*ctx.saved_tensors), **kwargs)
 
     return Problem(
+        lambda x: (Ruled.apply(x),),
         lambda x: (Ruled.apply(x),),
         lambda x: (call(x),),
         (x,),
