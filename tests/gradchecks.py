@@ -245,13 +245,25 @@ def of_sample(info: Any, sample: Any) -> Problem | None:
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def of_record(given: Sample, op: Any) -> Problem:
-    """An operator in the numbers of a sample that its record implies."""
+def of_record(given: Sample) -> Problem:
+    """A rule's operator, at a sample that the record implies."""
+    op, numbers = given.rule.op, given.numbers
+    assert op is not None
+    by_keyword = {a.name for a in op._schema.arguments if a.kwarg_only}
+    running = [v for name, v in given.given.items() if name.startswith("running")]
+    # ATen's operators refuse to differentiate running statistics; a formula is a function of them.
+    fixed = running if op.namespace == "aten" else []
+    at = [i for i, x in enumerate(numbers) if not any(x is v for v in fixed)]
 
-    def call(*numbers: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensors_in(op(*given.on(numbers).values())))
+    def call(*inputs: Tensor) -> tuple[Tensor, ...]:
+        filled = list(numbers)
+        for place, value in zip(at, inputs, strict=True):
+            filled[place] = value
+        arguments = given.on(filled)
+        keywords = {name: arguments.pop(name) for name in by_keyword}
+        return tuple(tensors_in(op(*arguments.values(), **keywords)))
 
-    inputs = tuple(given.numbers)
+    inputs = tuple(numbers[i] for i in at)
     kept = [i for i, y in enumerate(call(*(_leaf(x) for x in inputs))) if y.requires_grad]
 
     def smooth(*inputs: Tensor) -> tuple[Tensor, ...]:
