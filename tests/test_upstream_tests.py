@@ -38,12 +38,12 @@ class TestNorms(unittest.TestCase):
 @pytest.mark.parametrize(
     ("report", "kind"),
     [
-        ("<testcase/>", PASSED),
-        ("<testcase><failure message='AssertionError'>trace</failure></testcase>", FAILED),
-        ("<testcase><error message='in setUp'/></testcase>", FAILED),
-        ("<testcase><skipped type='pytest.skip'/></testcase>", SKIPPED),
-        ("<testcase><skipped type='pytest.xfail'/></testcase>", FAILED),
-        ("<testcase><failure message='Unexpected success'/></testcase>", PASSED),
+        ("<testcase/>", (PASSED, 0)),
+        ("<testcase><failure message='AssertionError'>trace</failure></testcase>", (FAILED, 1)),
+        ("<testcase><error message='in setUp'/></testcase>", (FAILED, 1)),
+        ("<testcase><skipped type='pytest.skip'/></testcase>", (SKIPPED, 0)),
+        ("<testcase><skipped type='pytest.xfail'/></testcase>", (FAILED, 0)),
+        ("<testcase><failure message='Unexpected success'/></testcase>", (PASSED, 0)),
     ],
 )
 def test_the_outcome_of_a_test(report: str, kind: str) -> None:
@@ -51,9 +51,11 @@ def test_the_outcome_of_a_test(report: str, kind: str) -> None:
 
 
 def test_what_passed_and_does_not_is_broken() -> None:
-    before = {"a": PASSED, "b": PASSED, "c": FAILED, "d": SKIPPED, "e": PASSED}
-    after = {"a": PASSED, "b": FAILED, "c": PASSED, "d": FAILED}
-    assert broken(before, after) == ["b", "e"]
+    before = {"a": (PASSED, 0), "b": (PASSED, 0), "c": (FAILED, 1), "d": (FAILED, 2)}
+    before |= {"e": (PASSED, 0), "f": (FAILED, 0), "g": (SKIPPED, 0)}
+    after = {"a": (PASSED, 0), "b": (FAILED, 0), "c": (PASSED, 0), "d": (FAILED, 3)}
+    after |= {"f": (FAILED, 0), "g": (PASSED, 0)}
+    assert broken(before, after) == ["b", "d", "e"]
     assert repaired(before, after) == ["c"]
 
 

@@ -24,7 +24,7 @@ FILES = (
     "functorch/test_eager_transforms.py",
 )
 PASSED, FAILED, SKIPPED, MISSING = "passed", "failed", "skipped", "missing"
-Outcomes = dict[str, str]
+Outcomes = dict[str, tuple[str, int]]
 
 
 def pytest_configure() -> None:
@@ -34,14 +34,16 @@ def pytest_configure() -> None:
     normpass.register(eager=True)
 
 
-def outcome(case: ElementTree.Element) -> str:
-    """What became of a test, by the elements that pytest's report has for it."""
+def outcome(case: ElementTree.Element) -> tuple[str, int]:
+    """What became of a test, by the elements that pytest's report has for it, and how many of its
+    parts (subTest) failed.
+    """
     bad = [child for child in case if child.tag in ("failure", "error")]
     if any("Unexpected success" in f"{b.get('message')}{b.text}" for b in bad):
-        return PASSED
+        return PASSED, 0
     if bad or any(child.get("type") == "pytest.xfail" for child in case):
-        return FAILED
-    return SKIPPED if any(child.tag == "skipped" for child in case) else PASSED
+        return FAILED, len(bad)
+    return (SKIPPED if any(child.tag == "skipped" for child in case) else PASSED), 0
 
 
 def read(report: Path) -> Outcomes:
@@ -75,12 +77,18 @@ def run(file: Path, rules: bool, options: argparse.Namespace) -> Outcomes:
 
 
 def broken(before: Outcomes, after: Outcomes) -> list[str]:
-    """The tests that pass, and with the rules do not."""
-    return [test for test, was in before.items() if was == PASSED != after.get(test, MISSING)]
+    """The tests that pass and with the rules do not, and those of which more fails."""
+    found = []
+    for test, (was, parts) in before.items():
+        now, failed = after.get(test, (MISSING, 0))
+        if was == PASSED != now or failed > parts:
+            found.append(test)
+    return found
 
 
 def repaired(before: Outcomes, after: Outcomes) -> list[str]:
-    return [test for test, was in before.items() if was == FAILED and after.get(test) == PASSED]
+    failed = [test for test, (was, _) in before.items() if was == FAILED]
+    return [test for test in failed if after.get(test, (MISSING, 0))[0] == PASSED]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -106,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     for file in files:
         before, after = run(file, False, options), run(file, True, options)
         for title, outcomes in (("stock", before), ("with the rules", after)):
-            counts = Counter(outcomes.values())
+            counts = Counter(kind for kind, _ in outcomes.values())
             told = ", ".join(f"{counts[kind]} {kind}" for kind in (PASSED, FAILED, SKIPPED))
             print(f"{file.name}, {title}: {told}", flush=True)
         for title, tests in (
