@@ -12,7 +12,7 @@ an operator's `py_kernels` before its C++ kernels. Three keys get entries:
                        at the mode that records a graph, what it has for them.
 
 py_kernels, python_key_table, _dispatch_cache and _op_dk are private; they have these names in torch
-2.11, 2.13 and 2.15 (2.13 was run).
+2.11, 2.13 and 2.15 (all three were run).
 """
 
 from __future__ import annotations

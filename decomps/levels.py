@@ -1,7 +1,7 @@
 """The levels of torch.func's transforms, and of forward mode: what rules have to know of them.
 
 The one module of ours that touches functorch's interpreter stack, which is private. Its names are
-those of torch 2.11, 2.13 and 2.15 (2.13 was run).
+those of torch 2.11, 2.13 and 2.15 (all three were run).
 """
 
 from __future__ import annotations

