@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
+COMPLEX = {
+    torch.float16: torch.complex32,
+    torch.float32: torch.complex64,
+    torch.float64: torch.complex128,
+}
+
+
 class Elementwise:
     """An operator bound to its slope; makes the functions of its rules.
 
@@ -77,7 +84,9 @@ class Elementwise:
             if tangent is None:
                 return None
             product = self.times(tangent, self.given(args, kwargs), result, conjugate=False)
-            return product.to(tangent.dtype.to_complex() if product.is_complex() else tangent.dtype)
+            # The slope may have more digits. Dynamo does not know dtype.to_complex().
+            dtype = COMPLEX.get(tangent.dtype, tangent.dtype)
+            return product.to(dtype if product.is_complex() else tangent.dtype)
 
         return self.signed(jvp, "tangent")
 
