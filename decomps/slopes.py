@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
+# dtype.to_complex() in a form that Dynamo traces.
+_COMPLEX = {
+    torch.float16: torch.complex32,
+    torch.bfloat16: torch.complex64,
+    torch.float32: torch.complex64,
+    torch.float64: torch.complex128,
+}
+
+
 class Elementwise:
     """An operator bound to its slope; makes the functions of its rules.
 
@@ -77,7 +86,8 @@ class Elementwise:
             if tangent is None:
                 return None
             product = self.times(tangent, self.given(args, kwargs), result, conjugate=False)
-            return product.to(tangent.dtype.to_complex() if product.is_complex() else tangent.dtype)
+            dtype = tangent.dtype
+            return product.to(_COMPLEX.get(dtype, dtype) if product.is_complex() else dtype)
 
         return self.signed(jvp, "tangent")
 
