@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.kernels import batched, positional, with_constants
-from normpass.decomps.levels import in_transform, needs_composition
+from normpass.decomps.levels import in_forward_mode, in_transform, needs_composition
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ def _backward(op: OpOverload, rule: Function) -> Function:
     node = _differentiated(op, rule)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or in_transform() or not _requires_grad(args, kwargs):
+        # The node has no forward mode, the operator has: it is decomposed there.
+        if in_forward_mode() or in_transform() or not torch.is_grad_enabled():
+            return own(keyset, *args, **kwargs)
+        if not _requires_grad(args, kwargs):
             return own(keyset, *args, **kwargs)
         return node.apply(functools.partial(own, keyset), *positional(op, args, kwargs))
 

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def in_forward_mode() -> bool:
+    """Whether torch.autograd.forward_ad or torch.func.jvp is active."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def needs_composition() -> bool:
     """Whether derivatives are asked for that an operator's own formulas need not give: any in
     forward mode, and those of more than one level.
     """
-    if torch.autograd.forward_ad._current_level >= 0:
+    if in_forward_mode():
         return True
     if not in_transform():
         return False

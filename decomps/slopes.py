@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
-COMPLEX = {
+# dtype.to_complex() in a form that Dynamo traces.
+_COMPLEX = {
     torch.float16: torch.complex32,
+    torch.bfloat16: torch.complex64,
     torch.float32: torch.complex64,
     torch.float64: torch.complex128,
 }
@@ -84,9 +86,8 @@ class Elementwise:
             if tangent is None:
                 return None
             product = self.times(tangent, self.given(args, kwargs), result, conjugate=False)
-            # The slope may have more digits. Dynamo does not know dtype.to_complex().
-            dtype = COMPLEX.get(tangent.dtype, tangent.dtype)
-            return product.to(dtype if product.is_complex() else tangent.dtype)
+            dtype = tangent.dtype
+            return product.to(_COMPLEX.get(dtype, dtype) if product.is_complex() else dtype)
 
         return self.signed(jvp, "tangent")
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config
-from samples import Sample, tensors_in
 from torch.func import jvp, vjp, vmap
 from torch.testing import assert_close
 from torch.testing._internal.common_utils import gradcheck, gradgradcheck
@@ -25,6 +24,7 @@ from normpass.decomps import registry
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from samples import Sample
     from slope_calls import Call
     from torch import Tensor
 
@@ -250,20 +250,25 @@ def of_record(given: Sample) -> Problem:
     op, numbers = given.rule.op, given.numbers
     assert op is not None
     by_keyword = {a.name for a in op._schema.arguments if a.kwarg_only}
-    running = [v for name, v in given.given.items() if name.startswith("running")]
     # ATen's operators refuse to differentiate running statistics; a formula is a function of them.
-    fixed = running if op.namespace == "aten" else []
-    at = [i for i, x in enumerate(numbers) if not any(x is v for v in fixed)]
+    running = [v for name, v in given.given.items() if name.startswith("running")]
+    if op.namespace == "aten":
+        numbers = [x for x in numbers if not any(x is v for v in running)]
+    positional = [v for name, v in given.given.items() if name not in by_keyword]
+    keywords = {name: given.given[name] for name in by_keyword}
+    # What Dynamo is to trace knows no records.
+    leaves, spec = tree_flatten((positional, keywords))
+    at = [i for i, leaf in enumerate(leaves) if any(leaf is x for x in numbers)]
 
     def call(*inputs: Tensor) -> tuple[Tensor, ...]:
-        filled = list(numbers)
+        filled = list(leaves)
         for place, value in zip(at, inputs, strict=True):
             filled[place] = value
-        arguments = given.on(filled)
-        keywords = {name: arguments.pop(name) for name in by_keyword}
-        return tuple(tensors_in(op(*arguments.values(), **keywords)))
+        args, kwargs = tree_unflatten(filled, spec)
+        found = tree_leaves(op(*args, **kwargs))
+        return tuple(y for y in found if isinstance(y, torch.Tensor))
 
-    inputs = tuple(numbers[i] for i in at)
+    inputs = tuple(leaves[place] for place in at)
     kept = [i for i, y in enumerate(call(*(_leaf(x) for x in inputs))) if y.requires_grad]
 
     def smooth(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ import unittest
 import torch
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-class TestNorms(unittest.TestCase):
+class TestSmall(unittest.TestCase):
     def test_norm(self):
         assert torch.nn.functional.layer_norm(torch.ones(4, 5), (5,)).shape == (4, 5)
 
@@ -69,6 +69,6 @@ def test_a_file_runs_without_the_rules_and_with_them(
     printed = capsys.readouterr().out
     assert "test_small.py, stock: 1 passed, 2 failed, 0 skipped" in printed
     assert "test_small.py, with the rules: 2 passed, 1 failed, 0 skipped" in printed
-    assert "repaired: test_small.TestNorms.test_composed_norm" in printed
+    assert "repaired: test_small.TestSmall.test_composed_norm" in printed
     with pytest.raises(SystemExit, match=r"no such file.*test_ops\.py"):
         main([str(tmp_path), "--files=test_ops.py"])

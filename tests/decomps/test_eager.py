@@ -133,6 +133,24 @@ def test_reverse_over_a_dual_number(norm: str) -> None:
 
 
 @pytest.mark.usefixtures("rules")
+@pytest.mark.parametrize("norm", TAPED)
+def test_forward_mode_over_a_backward_alone(norm: str) -> None:
+    """The norm itself was computed before: its backward, with a graph, meets dual numbers."""
+    function, primitives, channels = TAPED[norm]
+
+    def tangents(function: Any) -> list[Tensor]:
+        leaves = orders.fixed(*orders.SHAPE) * 2, orders.fixed(channels) + 1.5
+        leaves = tuple(leaf.requires_grad_() for leaf in leaves)
+        y = function(*leaves, orders.fixed(channels))
+        with torch.autograd.forward_ad.dual_level():
+            g = torch.autograd.forward_ad.make_dual(orders.C, orders.V)
+            found = torch.autograd.grad(y, leaves, g, create_graph=True)
+            return [t for g in found for t in torch.autograd.forward_ad.unpack_dual(g)]
+
+    torch.testing.assert_close(tangents(function), tangents(primitives), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("rules")
 def test_orders_up_to_the_second_are_the_operators_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, gradients and nodes are what they were, bit by bit; nothing is composed."""
     norm, x = torch.nn.LayerNorm(5), orders.fixed(4, 5).float().requires_grad_()
