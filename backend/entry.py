@@ -10,7 +10,6 @@ list_mode_options) were checked on torch 2.11, 2.13 and 2.15.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from copy import deepcopy
 from dataclasses import replace
@@ -27,7 +26,7 @@ from normpass.backend.options import Options
 from normpass.backend.plan import make_plan
 from normpass.backend.runtime import kernel, print_kernel
 from normpass.backend.traffic import traffic
-from normpass.decomps import registry
+from normpass.decomps import digest, registry
 from normpass.decomps.activate import is_registered, without_ours
 from normpass.passes import faults
 from normpass.passes.pipeline import Decision, Fused, fuse_graph
@@ -273,14 +272,8 @@ def _as_tuple(passes: Any) -> tuple[Any, ...]:
     return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
 
 
-@cache
 def source_digest() -> str:
-    """A hash of all our sources."""
-    digest = hashlib.sha256()
+    """A hash of all our sources, and of the rules of others."""
     backend = Path(__file__).parent
-    for folder in (backend, backend.parent / "passes", backend.parent / "decomps"):
-        for file in sorted(folder.rglob("*")):
-            if file.suffix in (".py", ".h"):
-                digest.update(file.name.encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    parts = digest.of_folder(backend), digest.of_folder(backend.parent / "passes")
+    return "-".join((*parts, digest.of_rules()))

@@ -10,10 +10,10 @@ takes one pass where 2.13 takes a sequence.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from normpass.decomps import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -79,14 +79,6 @@ class TablePatch:
 _NAME = "post_grad_custom_pre_pass"
 
 
-def _sources_digest() -> str:
-    """A hash of the sources of all rules."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def _slot(place: Place, first: Any = None) -> Any:
     """A pass for Inductor's configuration that runs `first`, then what is in our place.
 
@@ -101,7 +93,6 @@ def _slot(place: Place, first: Any = None) -> Any:
         def __init__(self) -> None:
             self.place = place
             self.first = first
-            self.digest = _sources_digest()
 
         def __deepcopy__(self, memo: object) -> Any:
             # The configuration copies values that it hands out; there is one slot all the same.
@@ -113,7 +104,7 @@ def _slot(place: Place, first: Any = None) -> Any:
 
         def uuid(self) -> Any | None:
             """None, which bypasses the caches, when a pass in the slot has no uuid."""
-            parts: list[Any] = ["normpass", self.digest if self.place.active else "off"]
+            parts: list[Any] = ["normpass", digest.of_rules() if self.place.active else "off"]
             for graph_pass in self._passes():
                 part = "none" if graph_pass is None else _uuid(graph_pass)
                 if part is None:

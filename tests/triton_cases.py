@@ -159,6 +159,7 @@ def functions() -> Iterator[Case]:
 
 EQUALS = {"a": [0.5, 0.0, -0.5], "y": [-0.5, 0.0, 0.5], "z": [0.0, NAN, INF]}
 ABS = {True: "abs", False: "neg"}
+ROUNDINGS = {"to_bfloat16": torch.bfloat16, "to_float16": torch.float16}
 UNARY = """
 region function
 axes    r=%R
@@ -176,6 +177,8 @@ def pointwise(fn: str, args: Sequence[str], *, absolute: bool) -> Callable[..., 
     def oracle(a: Tensor, y: Tensor, z: Tensor) -> Any:
         values = {"a": a, "y": y, "z": z, "m": a > 0, "x": a.abs() if absolute else -a}
         given = [values[v] if v in values else torch.tensor(float(v), dtype=a.dtype) for v in args]
+        if fn in ROUNDINGS:
+            return (given[0].to(ROUNDINGS[fn]).to(a.dtype),)
         return (getattr(torch, fn)(*given),)
 
     return oracle

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from normpass.passes.region import Op
 
 
-# A sum of more additions than this into one register is a long one; with AVX2's eight lanes of
-# floats and four registers a row of 32768 is not.
-LONG, LANES = 1024, 32
+# A sum of more additions than this into one register is a long one. Counted with AVX2's eight lanes
+# of floats, so that the text is the same on every machine: a row of 32768 is not long in the four
+# registers of a row by itself, and is in the one that each of several rows has.
+LONG, LANES, REGISTERS = 1024, 8, 4
 
 
 class LeafPrinter(Names):
@@ -118,7 +119,7 @@ class LeafPrinter(Names):
             return False
         times = sympy.prod([self.plan.axis[axis].extent for axis in accumulator.op.axes])
         if self.plan.vector in accumulator.op.axes:
-            times = times / LANES
+            times = times / (LANES * REGISTERS if self.unrolled(accumulator) else LANES)
         return not times.is_number or times > LONG
 
     def long_sums(self, node: Loop) -> list[str]:

@@ -96,3 +96,42 @@ def test_processes_that_compile_one_kernel_at_once(fresh_cache: Path) -> None:
         assert "damaged" not in errors
     kept = {file.suffix for file in (fresh_cache / "normpass").iterdir()}
     assert kept == {".so", ".sum", ".cpp"}
+
+
+OWN_RULE = """
+import json, torch
+from torch._dynamo.utils import counters
+from normpass.decomps.registry import register_rule
+
+@register_rule("decomposition", torch.ops.aten.softplus.default, source="mine", shapes="x: *n -> *n")
+def softplus(x, beta=1, threshold=20):
+    return x * FACTOR
+"""
+USE_OWN_RULE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import own_rule, json, torch
+from own_rule import counters
+compiled = torch.compile(torch.nn.functional.softplus, backend="normpass")
+value = compiled(torch.ones(8)).tolist()[0]
+print(json.dumps([value, counters["inductor"]["fxgraph_cache_hit"]]))
+"""
+
+
+def test_a_rule_of_a_users_own_that_changed_is_compiled_again(
+    fresh_cache: Path, tmp_path: Path
+) -> None:
+    def softplus_of_one(factor: int) -> list[Any]:
+        (tmp_path / "own_rule.py").write_text(OWN_RULE.replace("FACTOR", str(factor)))
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", USE_OWN_RULE, str(tmp_path)],
+            env=environment(fresh_cache),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert softplus_of_one(3) == [3.0, 0]
+    assert softplus_of_one(3) == [3.0, 1]
+    assert softplus_of_one(5) == [5.0, 0]

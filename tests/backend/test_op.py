@@ -115,7 +115,7 @@ def test_a_storage_offset_counts() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ([torch.randn(19, 7), torch.randn(7, 1) > 0], r"expected a tensor of shape \(7, 19\)"),
+        ([torch.randn(19, 7), torch.randn(7, 1) > 0], r"expected x of shape \(7, 19\)"),
         ([torch.randn(7, 19), torch.randn(7, 1)], "torch.bool, found shape .* and torch.float32"),
         ([torch.randn(6, 19), torch.randn(7, 1) > 0], r"found shape \(6, 19\)"),
     ],

@@ -47,7 +47,7 @@ def check(case: random_regions.Case) -> None:
             "kernel": kernel(inputs, sizes),
             "unfused": reference.evaluate(region, inputs, sizes),
         }
-        assert kernel._library is not None, f"the kernel was not built:\n{text}\n{kernel.source}"
+        assert kernel._function is not None, f"the kernel was not built:\n{text}\n{kernel.source}"
         for path, tensors in results.items():
             for output, result, want in zip(region.outputs, tensors, expected, strict=True):
                 what = f"{path}, {output.buffer.name}, sizes {extents}\n{text}\n"

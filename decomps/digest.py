@@ -1,0 +1,46 @@
+"""What compiled code is known by in caches: the sources that made it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import uuid
+from functools import cache
+from pathlib import Path
+
+_OURS = Path(__file__).parent
+# Stands for rules without a file, such as those typed at a prompt: no later process finds it.
+_THIS_PROCESS = uuid.uuid4().hex
+
+
+@cache
+def of_folder(folder: Path) -> str:
+    """A hash of the sources below a folder of ours."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in (".py", ".h"):
+            digest.update(file.name.encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def of_rules() -> str:
+    """A hash of the sources of all rules: ours, and the files in which others registered theirs."""
+    digest = hashlib.sha256(of_folder(_OURS).encode())
+    for file in sorted(_files_of_others()):
+        path = Path(file)
+        digest.update(path.read_bytes() if path.is_file() else _THIS_PROCESS.encode())
+    return digest.hexdigest()[:16]
+
+
+def _files_of_others() -> set[str]:
+    """Where rules of others stand; rules outside of files and in C count as one place, "".
+
+    Their helpers in other files are not seen: a rule is what the decorated function says.
+    """
+    # Imports torch, which `import normpass` does not.
+    from normpass.decomps import registry
+
+    codes = [getattr(inspect.unwrap(rule.function), "__code__", None) for rule in registry.rules()]
+    files = {code.co_filename if code is not None else "" for code in codes}
+    return {file for file in files if not Path(file).is_relative_to(_OURS)}
