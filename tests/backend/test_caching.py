@@ -103,7 +103,8 @@ import json, torch
 from torch._dynamo.utils import counters
 from normpass.decomps.registry import register_rule
 
-@register_rule("decomposition", torch.ops.aten.softplus.default, source="mine", shapes="x: *n -> *n")
+op = torch.ops.aten.softplus.default
+@register_rule("decomposition", op, source="mine", shapes="x: *n -> *n")
 def softplus(x, beta=1, threshold=20):
     return x * FACTOR
 """
