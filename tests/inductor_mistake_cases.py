@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -161,16 +162,16 @@ def _distance(found: Tensor, right: Tensor) -> float:
     return distance if distance == distance else float("inf")
 
 
-def main(name: str) -> None:
+def main(name: str, mended: str = "") -> None:
     from normpass.backend import inductor_mistakes
 
     torch.set_num_threads(THREADS)
     case = CASES[name]
-    with inductor_mistakes.without(case.mistake):
-        print(error(case, calls=CALLS), flush=True)
+    with nullcontext() if mended else inductor_mistakes.without(case.mistake):
+        print(error(case, calls=1 if mended else CALLS), flush=True)
     # What wrong code wrote may end the process in any destructor.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

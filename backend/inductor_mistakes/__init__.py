@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.inductor_mistakes import pools, renames, tails, tiles
+from normpass.backend.inductor_mistakes import children, pools, renames, tails, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from normpass.backend.inductor_mistakes.mistake import Mistake, Undo
 
@@ -53,11 +53,17 @@ class _State:
     left_out: Counter[str] = field(default_factory=Counter)
     mended: dict[str, Undo] = field(default_factory=dict)
     tried: tuple[str, ...] = ()
+    kept_out: Undo | None = None
 
     def sync(self) -> None:
         """Mends what is wanted now. All is taken out first if that changes anything: two mends may
         wrap the same function.
         """
+        if self.holders and self.kept_out is None:
+            self.kept_out = _tried(children.keep_out, "child processes are not kept out")
+        elif not self.holders and self.kept_out is not None:
+            self.kept_out()
+            self.kept_out = None
         wanted = tuple(mistake.name for mistake in self.wanted())
         if wanted == self.tried:
             return
@@ -65,10 +71,9 @@ class _State:
             undo()
         self.mended = {}
         for mistake in self.wanted():
-            try:
-                self.mended[mistake.name] = mistake.mend()
-            except (ImportError, AttributeError) as error:
-                log.info("pytorch issue %d is not mended: %r", mistake.issue, error)
+            undo = _tried(mistake.mend, f"pytorch issue {mistake.issue} is not mended")
+            if undo is not None:
+                self.mended[mistake.name] = undo
         self.tried = wanted
 
     def wanted(self) -> list[Mistake]:
@@ -79,6 +84,15 @@ class _State:
             for mistake in MISTAKES
             if not self.left_out[mistake.name] and mistake.concerns(version())
         ]
+
+
+def _tried(change: Callable[[], Undo], otherwise: str) -> Undo | None:
+    """Changes torch; None, and a line in the log, where torch has no such thing to change."""
+    try:
+        return change()
+    except (ImportError, AttributeError) as error:
+        log.info("%s: %r", otherwise, error)
+        return None
 
 
 def version() -> str:

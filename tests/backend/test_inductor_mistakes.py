@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import inductor_mistake_cases
@@ -21,6 +21,7 @@ from normpass.backend.inductor_mistakes.mistake import Mistake, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 MISTAKE = {mistake.name: mistake for mistake in MISTAKES}
 
@@ -88,10 +89,17 @@ def test_wrong_without_it(name: str) -> None:
         assert error(case) > 1000
 
 
-def _in_a_process_of_its_own(name: str) -> float:
+def test_inductors_own_children_do_not_compile_without_it(fresh_cache: Path) -> None:
+    mode = {"TORCHINDUCTOR_FX_COMPILE_MODE": "subprocess"}
+    mode["TORCHINDUCTOR_CACHE_DIR"] = str(fresh_cache)
+    assert _in_a_process_of_its_own("scattered", "mended", **mode) < 1
+
+
+def _in_a_process_of_its_own(*arguments: str, **environment: str) -> float:
     """The error, or infinity if the process was killed for what it wrote."""
-    script = Path(inductor_mistake_cases.__file__)
-    done = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True)
+    command = [sys.executable, inductor_mistake_cases.__file__, *arguments]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode < 0:
         return float("inf")
     assert done.returncode == 0, done.stderr
