@@ -67,8 +67,8 @@ class _State:
         wanted = tuple(mistake.name for mistake in self.wanted())
         if wanted == self.tried:
             return
-        for undo in reversed(self.mended.values()):
-            undo()
+        for put_back in reversed(self.mended.values()):
+            put_back()
         self.mended = {}
         for mistake in self.wanted():
             undo = _tried(mistake.mend, f"pytorch issue {mistake.issue} is not mended")
