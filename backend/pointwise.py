@@ -59,15 +59,15 @@ POINTWISE: dict[str, Expression] = {
     "erf": Expression("erf_({0})", "libdevice.erf({0})", torch.erf),
     "sin": Expression("sin_({0})", "libdevice.sin({0})", torch.sin),
     "cos": Expression("cos_({0})", "libdevice.cos({0})", torch.cos),
-    # rounding
+    # rounding; of doubles by way of float32, as torch does
     "to_bfloat16": Expression(
         "round_to<c10::BFloat16>({0})",
-        "{0}.to(tl.bfloat16).to({0}.dtype)",
+        "{0}.to(tl.float32).to(tl.bfloat16).to({0}.dtype)",
         lambda x: x.bfloat16().to(x.dtype),
     ),
     "to_float16": Expression(
         "round_to<c10::Half>({0})",
-        "{0}.to(tl.float16).to({0}.dtype)",
+        "{0}.to(tl.float32).to(tl.float16).to({0}.dtype)",
         lambda x: x.half().to(x.dtype),
     ),
     # comparisons and choices

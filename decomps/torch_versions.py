@@ -29,5 +29,8 @@ BESSEL_HAS_DERIVATIVES = RELEASE >= (2, 14)
 # The derivatives of special.i1 and special.i1e at NaN are 1/2. The rules say NaN in every version.
 I1_LOSES_NAN = RELEASE < (2, 15)
 
+# Group norm's backward decomposes into other products of the same factors.
+GROUP_NORM_BACKWARD_REWRITTEN = RELEASE >= (2, 15)
+
 # Group norm refuses an input without spatial extent.
 GROUP_NORM_NEEDS_EXTENT = RELEASE >= (2, 15)

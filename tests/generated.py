@@ -124,13 +124,17 @@ def check_operator(given: Sample) -> None:
     nested = any("List[List" in str(a.type) for a in given.rule.op._schema.arguments)
     utils = tuple(u for u in OPCHECKS if u != "test_schema" or not nested)
     asked = [v.clone().requires_grad_() for v in given.numbers]
+    for arguments in (given.given, given.on(asked)):
+        opcheck(given.rule.op, *_call(given.rule.op, arguments), test_utils=utils)
+
+
+def opcheck(op: OpOverload, *call: Any, **options: Any) -> None:
+    """torch.library.opcheck without a warning that is none of the operator's."""
     with warnings.catch_warnings():
         # torch 2.15 hands its clones to AOTAutograd, which looks for a gradient of what is no leaf
         # and hides the warning, but not from a filter that raises.
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
-        for arguments in (given.given, given.on(asked)):
-            call = _call(given.rule.op, arguments)
-            torch.library.opcheck(given.rule.op, *call, test_utils=utils)
+        torch.library.opcheck(op, *call, **options)
 
 
 def _call(op: OpOverload, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
