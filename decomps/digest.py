@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import uuid
 from functools import cache
 from pathlib import Path
@@ -41,6 +40,6 @@ def _files_of_others() -> set[str]:
     # Imports torch, which `import normpass` does not.
     from normpass.decomps import registry
 
-    codes = [getattr(inspect.unwrap(rule.function), "__code__", None) for rule in registry.rules()]
-    files = {code.co_filename if code is not None else "" for code in codes}
+    codes = [rule.code for rule in registry.rules()]
+    files = {code.co_filename if code else "" for code in codes}
     return {file for file in files if not Path(file).is_relative_to(_OURS)}

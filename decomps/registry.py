@@ -22,6 +22,7 @@ from normpass.decomps.slopes import Elementwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import CodeType
 
     from normpass.decomps.conventions import Result
 
@@ -90,12 +91,18 @@ class Rule:
         return self.kind, self.op if self.op is not None else self.name
 
     @property
+    def code(self) -> CodeType | None:
+        """The code that somebody wrote for this rule: of an elementwise operator's its slope. None
+        for what is not written in Python.
+        """
+        written = getattr(self.function, "slope", self.function)
+        return getattr(inspect.unwrap(written), "__code__", None)
+
+    @property
     def place(self) -> str:
         """file:line of the function, for messages."""
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
-        if code is None:
-            return repr(self.function)
-        return f"{code.co_filename}:{code.co_firstlineno}"
+        code = self.code
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(self.function)
 
 
 class UnknownRule(KeyError):

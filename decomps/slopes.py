@@ -98,6 +98,7 @@ class Elementwise:
         parameters = [parameter(name, parameter.POSITIONAL_OR_KEYWORD) for name in names]
         parameters.append(parameter("result", parameter.KEYWORD_ONLY, default=None))
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.slope = self.slope  # type: ignore[attr-defined]  # what registry.Rule.code asks for
         return function
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
