@@ -22,6 +22,7 @@ from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 from normpass.decomps.neutral import ONE, ZERO
+from normpass.decomps.torch_versions import dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -184,10 +185,12 @@ def with_conventions(
         )
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     masks = [a.name for a in schema.arguments if str(a.type) == "List[bool]"]
+    lists = [a.name for a in schema.arguments if str(a.real_type) == "List[ScalarType]"]
 
     @functools.wraps(formula)
     def rule(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        given |= {name: dtypes(given[name]) for name in lists}
         dtype = None if as_given else working_dtype(given.values())
         values = formula(*(_raise(given[name], dtype, neutral.get(name)) for name in names))
         values = values if isinstance(values, tuple) else (values,)

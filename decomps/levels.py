@@ -116,6 +116,11 @@ def _each(lowered: contextlib.ExitStack) -> Iterator[int]:
     """The levels of grad, jvp and vmap from the innermost on, each when it is left for `lowered`
     to come back to.
     """
+    # functorch excludes the key while it runs a rule of the innermost level. What a rule then
+    # calls with fake tensors below all levels needs it on torch 2.11, whose fallback to Python
+    # asserts that it was there.
+    snapshot = torch._C.DispatchKey.PythonTLSSnapshot
+    lowered.enter_context(torch._C._SetExcludeDispatchKeyGuard(snapshot, False))
     transforms = _functorch.TransformType
     while in_transform():
         interpreter = retrieve_current_functorch_interpreter()

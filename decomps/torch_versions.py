@@ -7,7 +7,12 @@ is read from its derivatives.yaml, and where that does not say, nobody has looke
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def release(version: str) -> tuple[int, int]:
@@ -34,3 +39,31 @@ GROUP_NORM_BACKWARD_REWRITTEN = RELEASE >= (2, 15)
 
 # Group norm refuses an input without spatial extent.
 GROUP_NORM_NEEDS_EXTENT = RELEASE >= (2, 15)
+
+# The meta function of miopen_batch_norm says for saved statistics what MIOpen does: the weight's
+# dtype. 2.11's says the input's.
+MIOPEN_META_IS_RIGHT = RELEASE > (2, 11)
+
+# c10/core/ScalarType.h: numbers of the dtypes that torch 2.11 hands to an operator in Python as
+# such where its schema says ScalarType[] (later versions hand it dtypes).
+_SCALAR_TYPES = {
+    **dict(
+        enumerate(
+            (
+                *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+                *(torch.float16, torch.float32, torch.float64),
+                *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
+            )
+        )
+    ),
+    15: torch.bfloat16,
+    23: torch.float8_e5m2,
+    24: torch.float8_e4m3fn,
+    25: torch.float8_e5m2fnuz,
+    26: torch.float8_e4m3fnuz,
+}
+
+
+def dtypes(given: Iterable[torch.dtype | int]) -> list[torch.dtype]:
+    """The dtypes of a ScalarType[] argument."""
+    return [_SCALAR_TYPES[each] if isinstance(each, int) else each for each in given]

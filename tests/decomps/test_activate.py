@@ -48,9 +48,11 @@ def state() -> tuple[Any, ...]:
 
 
 def passes() -> tuple[Any, ...]:
-    from torch._inductor.custom_graph_pass import get_custom_graph_passes
-
-    return get_custom_graph_passes(config.post_grad_custom_pre_pass)
+    """What is configured: no pass, one, or from torch 2.13 on several."""
+    value = config.post_grad_custom_pre_pass
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 @pytest.fixture(autouse=True)
@@ -203,6 +205,9 @@ def test_passes_of_others_are_kept(
         assert (theirs.graphs, ours.graphs) == (2, 1)
 
 
+@pytest.mark.skipif(
+    not inductor_state._takes_several(), reason="this torch takes one pass: nobody can append one"
+)
 def test_a_pass_that_somebody_appended_after_us_stays() -> None:
     first, ours, last = Counting("first"), Counting("ours"), Counting("last")
     with config.patch(post_grad_custom_pre_pass=first):

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from normpass.decomps.registry import by_op
+from normpass.decomps.torch_versions import MIOPEN_META_IS_RIGHT
 
 aten = torch.ops.aten
 
@@ -109,6 +110,8 @@ def test_every_result_has_eagers_dtype_and_is_no_less_accurate(
 @pytest.mark.parametrize(("op", "training"), IN_EVAL)
 def test_on_an_accelerator_it_saves_what_the_operator_does(op: Any, training: bool) -> None:
     """The CPU saves nothing in evaluation mode, CUDA the running statistics, cuDNN nothing."""
+    if "miopen" in str(op) and not MIOPEN_META_IS_RIGHT:
+        pytest.skip("this torch's meta function says the input's dtype, MIOpen saves the weight's")
     args = arguments(op, (N, C, S), training, (torch.bfloat16, torch.float32, torch.float32))
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = tree_map_only(

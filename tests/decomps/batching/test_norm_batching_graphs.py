@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from normpass.decomps.registry import batch_rule
+from normpass.decomps.torch_versions import MIOPEN_META_IS_RIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +130,8 @@ def test_symbolic_sizes_stay_symbolic(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if "batch_norm" in name])
 def test_on_an_accelerator_batch_norm_saves_what_the_operator_does(name: str) -> None:
     """In evaluation mode too. In halves with wider parameters; fake tensors need no device."""
+    if "miopen" in str(name) and not MIOPEN_META_IS_RIGHT:
+        pytest.skip("this torch's meta function says the input's dtype, MIOpen saves the weight's")
     case = CASES[name]
     args, in_dims = arguments(case.arguments, (0,) * case.tensors, torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True):
