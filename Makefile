@@ -10,8 +10,10 @@ VERSIONS ?= 2.11.0 2.15.0
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Compilers are run in parallel with the tests, so two workers keep about four cores busy.
+# Compilers are run in parallel with the tests, so two workers keep about four cores busy. Slow tests
+# stand side by side in their files: a worker that is done takes half of what another still has.
 JOBS ?= 2
+PARALLEL = -n $(JOBS) --dist worksteal
 
 ifneq ($(filter environment% command%,$(origin CXX)),)
 COMPILER := $(CXX)
@@ -26,7 +28,7 @@ help:
 	@echo "make TARGET, one of: $(TARGETS)"
 
 test: $(VENV)/test.stamp
-	$(BIN)/pytest -n $(JOBS) $(ARGS)
+	$(BIN)/pytest $(PARALLEL) $(ARGS)
 
 versions: $(VERSIONS:%=version-%)
 
@@ -40,11 +42,11 @@ accept: $(VENV)/test.stamp
 	@git status --short expect tests
 
 sweep: $(VENV)/test.stamp
-	$(BIN)/pytest -n $(JOBS) -m sweep $(ARGS)
+	$(BIN)/pytest $(PARALLEL) -m sweep $(ARGS)
 
 # Gradients of 34 model families of transformers and diffusers against eager.
 models: $(VENV)/test,models.stamp
-	$(BIN)/pytest -n $(JOBS) -m "sweep or not sweep" tests/models $(ARGS)
+	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/models $(ARGS)
 
 # PyTorch's operator database compiled without the rules and with them: fails if they break anything.
 operators: $(VENV)/test.stamp
