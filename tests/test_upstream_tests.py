@@ -22,7 +22,7 @@ class TestSmall(unittest.TestCase):
 
     def test_composed_norm(self):
         x = torch.randn(4, 5)
-        with dual_level(), torch.profiler.profile() as profile:
+        with dual_level(), torch.profiler.profile(acc_events=True) as profile:
             torch.nn.functional.layer_norm(make_dual(x, x), (5,))
         assert "aten::var_mean" in {event.key for event in profile.key_averages()}
 

@@ -76,7 +76,7 @@ def test_a_profiler_sees_the_operator() -> None:
     module, x = Turned(), torch.randn(5, 24, 8)
     compiled = compile_fused(module)
     gradients(compiled, module, x)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         gradients(compiled, module, x)
     assert [event.count for event in profile.key_averages() if event.key == "normpass::region"] == [
         2

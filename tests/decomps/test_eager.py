@@ -235,7 +235,7 @@ def test_vmap_goes_by_our_rules() -> None:
     x = torch.randn(2, 3, 5, 4)
 
     def copies() -> set[str]:
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             vmap(lambda v: F.batch_norm(v, None, None, training=True), in_dims=2)(x)
         return {event.key for event in profile.key_averages()} & {"aten::clone", "aten::contiguous"}
 
