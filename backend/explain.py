@@ -8,7 +8,8 @@ counters, the cache settings) were checked on torch 2.13.
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack, contextmanager
+import sys
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from types import FunctionType
@@ -31,6 +32,7 @@ from normpass.passes.region import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.fx import GraphModule
 
@@ -159,15 +161,30 @@ def _compiled(backend: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo keeps what it compiled with the code object of a frame. A copy of `_call` has one of its
     own, which goes when it goes. Where a graph breaks, frames of the user's are compiled themselves
     and keep an entry for this backend; torch 2.13 and later do not count it against the limit of
-    recompilations of the user's own.
+    recompilations of the user's own (for earlier ones see `_without_limit`).
     """
     call = FunctionType(_call.__code__.replace(), globals())
     # dynamic=False: shapes seen in an earlier call must not make this one's dynamic. Those that
     # are marked (torch._dynamo.mark_dynamic) stay so.
     keywords: dict[str, Any] = {"backend": backend, "dynamic": False}
-    if "isolate_recompiles" in signature(torch.compile).parameters:
+    if _can_isolate():
         keywords["isolate_recompiles"] = True
     return torch.compile(call, **keywords)
+
+
+def _can_isolate() -> bool:
+    return "isolate_recompiles" in signature(torch.compile).parameters
+
+
+def _without_limit() -> AbstractContextManager[Any]:
+    """Explains a function however often it was compiled and explained before. The entries of
+    explanations still count when the user's own is compiled again.
+    """
+    if _can_isolate():
+        return nullcontext()
+    return torch._dynamo.config.patch(
+        recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize
+    )
 
 
 # ---- running
@@ -185,6 +202,7 @@ def _run(
         stack.enter_context(_random_state(args, kwargs, modules))
         stack.enter_context(_buffers_aside(modules))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        stack.enter_context(_without_limit())
         copies = _copies((tuple(args), dict(kwargs)))
         since = _now()
         outputs = _compiled(backend)(fn, *copies)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from normpass.backend.traffic import traffic
 
@@ -22,6 +18,16 @@ if TYPE_CHECKING:
 
     from normpass.backend.record import Passed
     from normpass.passes.pipeline import Fused
+
+# Importing rich draws from the user's random numbers.
+_STATE = random.getstate()
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+finally:
+    random.setstate(_STATE)
 
 TARGETS = {"cpu": "cpp", "cuda": "triton"}
 # Without a terminal there is no width to keep to, but a table should stay one a person can read.

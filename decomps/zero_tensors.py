@@ -9,7 +9,7 @@ of the written-to tensor refers to a single memory location". With a second leve
 any product of the kind (x.sum() * v).sum() fails so, in torch 2.13. Here they are written with what
 fake tensors see, and graphs record zeros with memory.
 
-get_proxy_slot and set_proxy_slot are private; they have these names in torch 2.11, 2.13 and 2.15
+get_proxy_slot and track_tensor are private; they have these names in torch 2.11, 2.13 and 2.15
 (all three were run).
 """
 
@@ -138,10 +138,12 @@ def recorded(mode: ProxyTorchDispatchMode, size: Any, **kwargs: Any) -> Tensor:
     under Inductor and under aot_eager (the jvp of torch.ldexp in its first argument).
     """
     # Imported late: with it, listing the rules would take a second.
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor
 
     zero: Tensor = aten._efficientzerotensor(size, **kwargs)
     with mode:
         zeros = aten.full(size, 0, **kwargs)
-    set_proxy_slot(zero, mode.tracer, get_proxy_slot(zeros, mode.tracer))
+    # With its sizes and strides: torch 2.11 cannot compute with those that it has not tracked.
+    proxy = get_proxy_slot(zeros, mode.tracer).proxy
+    track_tensor(zero, proxy, constant=None, tracer=mode.tracer)
     return zero
