@@ -192,9 +192,10 @@ def test_resident_rows_stay_in_registers(name: str, c: str, tmp_path: Path) -> N
 def test_neighbours_in_memory_are_loaded_together() -> None:
     row, *_ = compiled(source("layer_norm_backward", c="1024"), 90)
     loads = re.findall(r"ld\.global[\w.:]*", row.asm["ptx"])
-    # g, x and w sixteen bytes at a time; only mean and rstd, which differ between rows, one by one.
+    # Two rows of g and x and one of w by 128 threads, sixteen bytes at a time. One by one come only
+    # mean and rstd, which differ between rows; Triton 3.6 loads them for each register anew.
     wide = [load for load in loads if ".v4." in load]
-    assert len(wide) >= 2 * len(loads) / 3, loads
+    assert len(wide) == (2 + 2 + 1) * 1024 // 128 // 4, loads
 
 
 # ---- what the text promises
