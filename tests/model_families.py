@@ -81,9 +81,26 @@ def diffuser(name: str, **config: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import diffusers
 
-        return getattr(diffusers, name)(**config)
+        model: nn.Module = getattr(diffusers, name)(**config)
+        if hasattr(model, "time_proj"):
+            model.time_proj = TimeEmbedding(config["block_out_channels"][0])
+        return model
 
     return build
+
+
+class TimeEmbedding(nn.Module):
+    """Sines and cosines of a time, in float64. Those of diffusers are float32 in every model, and
+    Inductor's sine is not rounded as eager's: gradients would differ by 1e-8.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.rates = [10000.0 ** (-2 * i / channels) for i in range(channels // 2)]
+
+    def forward(self, times: Tensor) -> Tensor:
+        angles = times.double()[:, None] * torch.tensor(self.rates, dtype=torch.float64)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def image(channels: int, size: int) -> Tensor:
