@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +23,10 @@ BATCH, LENGTH, VOCABULARY, PIXELS = 2, 11, 61, 32
 # Gradients that are zero in exact arithmetic, as of a key's bias, are all rounding: errors are
 # measured against no less than this part of the largest gradient.
 SMALLEST = 1e-3
+# Sums in another order, over some tens of layers; a wrong gradient is off by about 1. Many models
+# compute norms, softmax or rotations in float32 whatever they are given, where Inductor's gradients
+# are up to 5e-7 off eager's.
+TOLERANCE, TOLERANCE_OF_FLOAT32 = 1e-9, 1e-5
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,29 @@ class Family:
 
 @dataclass
 class Compared:
-    """How far each parameter's gradient is from eager's, relative to its largest element."""
+    """How far each parameter's gradient is from eager's, relative to its largest element.
+
+    rounded: whether the model computes parts of it in float32.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
+    rounded: bool = False
 
-    def wrong(self, tolerance: float) -> list[str]:
-        return [name for name, error in self.errors.items() if not error <= tolerance]
+    def wrong(self, tolerance: float | None = None) -> dict[str, float]:
+        if tolerance is None:
+            tolerance = TOLERANCE_OF_FLOAT32 if self.rounded else TOLERANCE
+        return {name: error for name, error in self.errors.items() if not error <= tolerance}
+
+
+class Float32Seen(TorchDispatchMode):
+    """Notes whether any operator inside has a result in float32."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.seen |= any(getattr(r, "dtype", None) is torch.float32 for r in tree_leaves(results))
+        return results
 
 
 def compare(family: Family, *, options: Mapping[str, Any] | None = None) -> Compared:
@@ -50,17 +73,19 @@ def compare(family: Family, *, options: Mapping[str, Any] | None = None) -> Comp
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     inputs = family.inputs()
-    right = gradients(model, model, inputs)
+    with Float32Seen() as float32:
+        right = gradients(model, model, inputs)
     compiled = torch.compile(model, backend="normpass", dynamic=False, options=dict(options or {}))
     found = gradients(compiled, model, inputs)
-    assert found.keys() == right.keys()
+    assert right.keys() <= found.keys()
+    # What only other outputs depend on has a gradient of zeros when compiled, and none in eager.
+    assert not any(found[name].any() for name in found.keys() - right.keys())
     least = SMALLEST * max(float(g.abs().max()) for g in right.values())
-    return Compared(
-        {
-            name: float((found[name] - g).abs().max()) / max(float(g.abs().max()), least)
-            for name, g in right.items()
-        }
-    )
+    errors = {
+        name: float((found[name] - g).abs().max()) / max(float(g.abs().max()), least)
+        for name, g in right.items()
+    }
+    return Compared(errors, float32.seen)
 
 
 def gradients(call: Any, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
