@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,6 +59,17 @@ def test_the_users_tensors_and_generators_stay_as_they_are() -> None:
     assert x.grad is None
     assert net.linear.bias.grad is None
     assert torch.equal(net.linear.weight.grad, torch.ones(8, 8))
+
+
+def test_the_first_look_draws_no_random_numbers() -> None:
+    """In a process of its own: what is imported there for the first time must not either."""
+    program = (
+        "import random, normpass\n"
+        "state = random.getstate()\n"
+        "normpass.explain\n"
+        "assert random.getstate() == state\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_arguments_written_in_place_are_copies() -> None:
