@@ -28,6 +28,7 @@ from normpass.backend.runtime import kernel, print_kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import digest, registry
 from normpass.decomps.activate import is_registered, without_ours
+from normpass.decomps.inductor_state import as_tuple
 from normpass.passes import faults
 from normpass.passes.pipeline import Decision, Fused, fuse_graph
 
@@ -77,7 +78,7 @@ def _compile_with_inductor(
     patches = {**(list_mode_options(mode) if mode else {}), **settings.inductor}
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     # What `register` fuses under stock Inductor is fused here, with these options, and once.
-    patches["post_grad_custom_pre_pass"] = FusionPass(settings, _as_tuple(without_ours(before)))
+    patches["post_grad_custom_pre_pass"] = FusionPass(settings, as_tuple(without_ours(before)))
     compiled: Any = compile_fx(
         graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
     )
@@ -263,13 +264,6 @@ def _start(decision: Decision) -> None:
     """Begins to compile a region's kernel while Inductor compiles the rest."""
     if isinstance(decision, Fused) and decision.device == "cpu":
         kernel(decision.text)
-
-
-def _as_tuple(passes: Any) -> tuple[Any, ...]:
-    """Inductor takes no pass, one, or (from 2.13) a list."""
-    if passes is None:
-        return ()
-    return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
 
 
 def source_digest() -> str:

@@ -140,7 +140,7 @@ def _with(value: Any, place: Place) -> Any:
     # A tuple, unless the user has a list: the configuration copies mutable defaults.
     if isinstance(value, list):
         return [*value, _slot(place)]
-    return (*_as_tuple(value), _slot(place))
+    return (*as_tuple(value), _slot(place))
 
 
 def without(value: Any, place: Place) -> Any:
@@ -172,7 +172,7 @@ class PassPatch:
         default, before = entry.default, getattr(config, _NAME)
         entry.default = _with(default, place)
         own = _ABSENT
-        if not any(_is_ours(each, place) for each in _as_tuple(getattr(config, _NAME))):
+        if not any(_is_ours(each, place) for each in as_tuple(getattr(config, _NAME))):
             own = before
             setattr(config, _NAME, _with(before, place))
         return cls(place, entry, default, own)
@@ -194,11 +194,12 @@ def _as_before(rest: Any, before: Any) -> Any:
     """The very object that was there before, if what is left now says the same."""
     if before is _ABSENT:
         return rest or None
-    same = [*map(id, _as_tuple(before))] == [*map(id, _as_tuple(rest))]
+    same = [*map(id, as_tuple(before))] == [*map(id, as_tuple(rest))]
     return before if same else rest
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """The passes in a value of Inductor's configuration: none, one, or (from 2.13) several."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
