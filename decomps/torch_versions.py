@@ -61,6 +61,9 @@ _SCALAR_TYPES = {
     24: torch.float8_e4m3fn,
     25: torch.float8_e5m2fnuz,
     26: torch.float8_e4m3fnuz,
+    27: torch.uint16,
+    28: torch.uint32,
+    29: torch.uint64,
 }
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from model_families import DIFFUSERS, TRANSFORMERS, Family, compare
+from model_families import DIFFUSERS, TRANSFORMERS, Family, compare, wrong
 
 from normpass.backend import inductor_mistakes
 
@@ -24,8 +24,7 @@ def need(family: Family) -> None:
 @pytest.mark.parametrize("name", DIFFUSERS)
 def test_gradients_of_diffusers(name: str, options: dict[str, int]) -> None:
     need(DIFFUSERS[name])
-    compared = compare(DIFFUSERS[name], options=options)
-    assert not compared.wrong()
+    assert not wrong(compare(DIFFUSERS[name], options=options))
 
 
 @pytest.mark.filterwarnings("default")
@@ -33,8 +32,7 @@ def test_gradients_of_diffusers(name: str, options: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_gradients_of_transformers(name: str) -> None:
     need(TRANSFORMERS[name])
-    compared = compare(TRANSFORMERS[name], options={"least_bytes": 0})
-    assert not compared.wrong()
+    assert not wrong(compare(TRANSFORMERS[name], options={"least_bytes": 0}))
 
 
 @pytest.mark.filterwarnings("default")
@@ -46,4 +44,4 @@ def test_a_model_that_inductor_gets_wrong() -> None:
     if not mistake.concerns(inductor_mistakes.version()):
         pytest.skip(f"pytorch issue {mistake.issue} is fixed in torch {mistake.fixed}")
     with inductor_mistakes.without(mistake.name):
-        assert compare(family).wrong(1e-3)
+        assert wrong(compare(family), 1e-3)

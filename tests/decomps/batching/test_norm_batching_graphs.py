@@ -130,7 +130,7 @@ def test_symbolic_sizes_stay_symbolic(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if "batch_norm" in name])
 def test_on_an_accelerator_batch_norm_saves_what_the_operator_does(name: str) -> None:
     """In evaluation mode too. In halves with wider parameters; fake tensors need no device."""
-    if "miopen" in str(name) and not MIOPEN_META_IS_RIGHT:
+    if "miopen" in name and not MIOPEN_META_IS_RIGHT:
         pytest.skip("this torch's meta function says the input's dtype, MIOpen saves the weight's")
     case = CASES[name]
     args, in_dims = arguments(case.arguments, (0,) * case.tensors, torch.float32)
