@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import normpass
+from normpass.decomps import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,9 +65,12 @@ def test_the_users_tensors_and_generators_stay_as_they_are() -> None:
 def test_the_first_look_draws_no_random_numbers() -> None:
     """In a process of its own: what is imported there for the first time must not either."""
     program = (
-        "import random, normpass\n"
+        "import random, torch, normpass\n"
+        "from torch.nn import functional as F\n"
         "state = random.getstate()\n"
-        "normpass.explain\n"
+        "norm = lambda x: F.layer_norm(x, (4,))\n"
+        f"report = normpass.explain(norm, torch.ones(2, 4), options={LOOK})\n"
+        "assert 'too small' in str(report)\n"
         "assert random.getstate() == state\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -118,6 +122,31 @@ def test_compiled_functions_of_the_caller_stay_compiled(
     assert compiled == before > 0
     assert "recompile_limit" not in caplog.text
     assert {str(report) for report in reports} == {str(reports[0])}
+
+
+@pytest.mark.parametrize("explanations", [0, 3])
+def test_recompilations_of_the_caller_stay_his(explanations: int) -> None:
+    """torch 2.11 counts an explanation of a function with graph breaks among them."""
+    compiled = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    def broken(x: Tensor) -> Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    for _ in range(explanations):
+        normpass.explain(broken, torch.ones(4, 8), options=LOOK)
+    fast = torch.compile(broken, backend=counting, dynamic=False)
+    limit = torch._dynamo.config.recompile_limit
+    for size in range(limit + 2):
+        fast(torch.ones(4, 9 + size))
+    counted = explanations if torch_versions.RELEASE <= (2, 11) else 0
+    assert compiled == 2 * (limit - counted)
 
 
 def test_caches_do_not_hide_the_passes(fresh_cache: Path) -> None:
