@@ -76,6 +76,14 @@ def short_rows(x: Tensor) -> Tensor:
     return torch.matmul(F.pad(gelu, (0, 0, 0, 0, 0, 10), value=0.5), right)
 
 
+def norm_twice(x: Tensor) -> Tensor:
+    """Rows lie in columns, so that a tile has several, and the second norm's backward passes a row
+    on to the first's.
+    """
+    x = F.layer_norm(x.t(), x.shape[:1])
+    return F.layer_norm(x, x.shape[1:])
+
+
 def double(*sizes: int) -> Tensor:
     return torch.randn(*sizes, dtype=torch.float64)
 
@@ -115,6 +123,7 @@ CASES = {
         lambda: (torch.randn(1, 8, 18, 18).contiguous(memory_format=torch.channels_last),),
         corrupts=True,
     ),
+    "norm_twice": Case("shared_rows", norm_twice, lambda: (double(32, 256),)),
 }
 
 

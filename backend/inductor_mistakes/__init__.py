@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.inductor_mistakes import children, pools, renames, tails, tiles
+from normpass.backend.inductor_mistakes import (
+    children,
+    local_buffers,
+    pools,
+    renames,
+    tails,
+    tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +50,7 @@ MISTAKES: tuple[Mistake, ...] = (
     tiles.MISTAKE,
     pools.MISTAKE,
     tails.MISTAKE,
+    local_buffers.MISTAKE,
 )
 
 

@@ -29,13 +29,18 @@ MISTAKE = {mistake.name: mistake for mistake in MISTAKES}
 def patched() -> list[Any]:
     """Everything of torch's that a mend may replace."""
     from torch._inductor import lowering
-    from torch._inductor.codegen.cpp import CppKernelProxy, CppTile2DKernel
+    from torch._inductor.codegen.cpp import (
+        CppKernelProxy,
+        CppTile2DKernel,
+        OuterLoopFusedSchedulerNode,
+    )
     from torch._inductor.scheduler import SchedulerNode
 
     return [
         vars(SchedulerNode)["recompute_size_and_body"],
         vars(CppTile2DKernel)["store"],
         vars(CppKernelProxy)["aggregate_reduction_buffers"],
+        vars(OuterLoopFusedSchedulerNode)["check_outer_fusion_loop_level_attr"],
         dict(lowering._maybe_layout_constraints),
     ]
 
