@@ -266,6 +266,27 @@ def test_layouts(name: str, layout: str) -> None:
     assert count_fused("backward") == 1
 
 
+def test_tokens_of_one_image() -> None:
+    """They give batch norm a gradient whose strides are (8, 1, 32, 8), which PyTorch's kernel reads
+    as if it were contiguous (2.11 to 2.15): eager's gradient is wrong without the hook.
+    """
+    norm = nn.BatchNorm2d(8, dtype=torch.float64)
+
+    def tokens(x: Tensor) -> Tensor:
+        x = norm(x)
+        if not torch.compiler.is_compiling():
+            x.register_hook(torch.Tensor.contiguous)
+        return F.layer_norm(x.flatten(2).transpose(1, 2), (8,))
+
+    x, g = (
+        tensors((1, 8, 4, 4), torch.float64)[0].requires_grad_(),
+        tensors((1, 16, 8), torch.float64)[1],
+    )
+    (right,) = torch.autograd.grad(tokens(x), x, g)
+    (found,) = torch.autograd.grad(compile_fused(tokens)(x), x, g)
+    torch.testing.assert_close(found, right)
+
+
 @pytest.mark.parametrize(
     "name", ["LayerNorm", "LlamaRMSNorm", "GroupNorm", "BatchNorm2d", "Softmax"]
 )
