@@ -84,6 +84,53 @@ def norm_twice(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[1:])
 
 
+def written_in_place(x: Tensor, y: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    """Into a part of what cat made, with values of its own, and where all rows are one."""
+    h = x.sin()
+    joined = torch.cat([h, y.cos()])
+    h = h.index_add(0, i, y[:3])
+    own = y.exp()
+    own = own.index_add(0, i, own[1:4])
+    expanded = x[:1].cos().expand(5, -1).index_add(0, i, y[:3])
+    return joined, h, own, expanded
+
+
+def held_while_overwritten(x: Tensor, s: Tensor) -> Tensor:
+    result = torch.slice_scatter(x, s, 0, 1, 3)
+    x.zero_()
+    return result
+
+
+def swapped(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    """Two inputs swap their values, and a third one's rows move down."""
+    before = x.clone()
+    x.copy_(y)
+    y.copy_(before)
+    z[1:] = z[:-1].clone()
+    return x, y, z
+
+
+def pooled_to_the_end(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, 2, 2, ceil_mode=True)
+
+
+def largest(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """What the maximum is taken of is computed in the forward and again in the backward."""
+    return x.tanh().amax(-1), torch.linalg.vector_norm(y.tanh(), float("inf"), -1)
+
+
+def pooled_across(x: Tensor) -> Tensor:
+    return F.max_pool2d(x.transpose(2, 3), 7)
+
+
+def largest_of_all(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return (x.t() + y).argmax().double(), (x.t() * 2).argmin().double()
+
+
+def summed_scatter(x: Tensor, y: Tensor) -> Tensor:
+    return torch.slice_scatter(x, y, 1, 0, 6).sum(1)
+
+
 def double(*sizes: int) -> Tensor:
     return torch.randn(*sizes, dtype=torch.float64)
 
@@ -124,6 +171,35 @@ CASES = {
         corrupts=True,
     ),
     "norm_twice": Case("shared_rows", norm_twice, lambda: (double(32, 256),)),
+    "written_in_place": Case(
+        "scatters_in_place",
+        written_in_place,
+        lambda: (double(5, 8), double(5, 8), torch.tensor([3, 0, 2])),
+    ),
+    "held_while_overwritten": Case(
+        "overwritten_scatters",
+        held_while_overwritten,
+        lambda: (double(5, 8), double(2, 8)),
+        gradients=False,
+    ),
+    "swapped": Case(
+        "clones_of_inputs",
+        swapped,
+        lambda: (double(5, 8), double(5, 8), double(6, 16)),
+        gradients=False,
+    ),
+    "pooled_to_the_end": Case("clipped_windows", pooled_to_the_end, lambda: (double(2, 3, 7, 7),)),
+    "largest": Case("equal_maxima", largest, lambda: (double(37, 5), double(37, 5))),
+    "pooled_across": Case("positions_in_windows", pooled_across, lambda: (double(2, 3, 23, 21),)),
+    "largest_of_all": Case(
+        "positions_in_tensors",
+        largest_of_all,
+        lambda: (double(33, 17), double(17, 33)),
+        gradients=False,
+    ),
+    "summed_scatter": Case(
+        "collapsed_scatters", summed_scatter, lambda: (double(4, 13, 33), double(4, 6, 33))
+    ),
 }
 
 

@@ -31,8 +31,15 @@ import torch
 
 from normpass.backend.inductor_mistakes import (
     children,
+    clipped_windows,
+    clones,
+    collapsed,
+    equal_maxima,
+    in_place,
     local_buffers,
+    overwritten,
     pools,
+    positions,
     renames,
     tails,
     tiles,
@@ -51,6 +58,14 @@ MISTAKES: tuple[Mistake, ...] = (
     pools.MISTAKE,
     tails.MISTAKE,
     local_buffers.MISTAKE,
+    in_place.MISTAKE,
+    overwritten.MISTAKE,
+    clones.MISTAKE,
+    clipped_windows.MISTAKE,
+    equal_maxima.MISTAKE,
+    positions.POOLS,
+    positions.ARGMAX,
+    collapsed.MISTAKE,
 )
 
 

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch.torch_version import TorchVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, MutableMapping
+    from types import ModuleType
 
     Undo = Callable[[], None]
+
+_ABSENT: Any = object()
 
 OLDEST = "2.11"  # the oldest version of torch that is supported
 
@@ -41,17 +44,47 @@ class Mistake:
         return public >= self.since and (self.fixed is None or public < self.fixed)
 
 
-def wrap(owner: type, name: str, around: Callable[[Callable[..., Any]], Any]) -> Undo:
-    """Puts `around(original)` in place of a class's own method; returns what puts it back.
+def replace(table: MutableMapping[Any, Any], key: Any, value: Any) -> Undo:
+    """Puts an entry into one of torch's tables; returns what puts back what was there.
 
-    A method that somebody replaced after us is theirs, and stays.
+    An entry that somebody replaced after us is theirs, and stays.
+    """
+    before = table.get(key, _ABSENT)
+    table[key] = value
+
+    def undo() -> None:
+        if table.get(key) is not value:
+            return
+        if before is _ABSENT:
+            del table[key]
+        else:
+            table[key] = before
+
+    return undo
+
+
+def together(*undo: Undo) -> Undo:
+    """Puts back what several calls changed, the last first."""
+
+    def all_of_it() -> None:
+        for put_back in reversed(undo):
+            put_back()
+
+    return all_of_it
+
+
+def wrap(owner: type | ModuleType, name: str, around: Callable[[Callable[..., Any]], Any]) -> Undo:
+    """Puts `around(original)` in place of a class's own method, or of a module's function; returns
+    what puts it back.
+
+    One that somebody replaced after us is theirs, and stays.
 
     Raises:
-        AttributeError: if the class itself defines no such method.
+        AttributeError: if the class itself, or the module, has no such name.
     """
     original = vars(owner).get(name)
     if original is None:
-        raise AttributeError(f"{owner.__qualname__} defines no {name}")
+        raise AttributeError(f"{owner.__name__} defines no {name}")
     replacement = functools.wraps(original)(around(original))
     setattr(owner, name, replacement)
 

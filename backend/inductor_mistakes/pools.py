@@ -10,38 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.inductor_mistakes.mistake import Mistake
+from normpass.backend.inductor_mistakes.mistake import Mistake, replace
 
 if TYPE_CHECKING:
     from normpass.backend.inductor_mistakes.mistake import Undo
-
-_ABSENT: Any = object()
 
 
 def mend() -> Undo:
     from torch._inductor import ir, lowering
 
     operator = torch.ops.aten.adaptive_max_pool3d_backward.default
-    constraints: dict[Any, Any] = lowering._maybe_layout_constraints
     contiguous = ir.ExternKernel.require_contiguous
-    before = constraints.get(operator, _ABSENT)
 
     def with_contiguous_indices(
         _node: Any, gradient: Any, x: Any, indices: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (gradient, x, contiguous(indices)), {}
 
-    constraints[operator] = with_contiguous_indices
-
-    def undo() -> None:
-        if constraints.get(operator) is not with_contiguous_indices:
-            return
-        if before is _ABSENT:
-            del constraints[operator]
-        else:
-            constraints[operator] = before
-
-    return undo
+    return replace(lowering._maybe_layout_constraints, operator, with_contiguous_indices)
 
 
 MISTAKE = Mistake(

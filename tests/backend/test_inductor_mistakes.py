@@ -28,12 +28,14 @@ MISTAKE = {mistake.name: mistake for mistake in MISTAKES}
 
 def patched() -> list[Any]:
     """Everything of torch's that a mend may replace."""
-    from torch._inductor import lowering
+    from torch import _prims_common
+    from torch._inductor import compile_fx, lowering
     from torch._inductor.codegen.cpp import (
         CppKernelProxy,
         CppTile2DKernel,
         OuterLoopFusedSchedulerNode,
     )
+    from torch._inductor.fx_passes import post_grad, reinplace
     from torch._inductor.scheduler import SchedulerNode
 
     return [
@@ -41,7 +43,17 @@ def patched() -> list[Any]:
         vars(CppTile2DKernel)["store"],
         vars(CppKernelProxy)["aggregate_reduction_buffers"],
         vars(OuterLoopFusedSchedulerNode)["check_outer_fusion_loop_level_attr"],
+        post_grad.remove_noop_ops,
+        compile_fx.min_cut_rematerialization_partition,
+        _prims_common.clone_preserve_strides,
         dict(lowering._maybe_layout_constraints),
+        # Others join the table when Inductor compiles for the first time.
+        {
+            op: lowered
+            for op, lowered in lowering.lowerings.items()
+            if any(word in str(op) for word in ("aten.max", "aten.min", "aten.a", "pool"))
+        },
+        dict(reinplace.inplaceable_ops),
     ]
 
 

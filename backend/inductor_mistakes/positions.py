@@ -1,0 +1,101 @@
+"""The position of a maximum is counted along another axis first than it is read.
+
+Checked on torch 2.11, 2.13 and 2.15: lowering.lowerings, config.unroll_reductions_threshold, and
+ir.ExternKernel.require_contiguous and require_stride_order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normpass.backend.inductor_mistakes.mistake import Mistake, replace, together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from normpass.backend.inductor_mistakes.mistake import Undo
+
+aten, prims = torch.ops.aten, torch.ops.prims
+POOLS_WITH_POSITIONS = (
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.fractional_max_pool2d.default,
+    aten.fractional_max_pool3d.default,
+)
+
+
+def mend_pools() -> Undo:
+    from torch._inductor import config, lowering
+
+    # Windows smaller than this have no loop.
+    loops_from = dict.fromkeys(POOLS_WITH_POSITIONS, config.unroll_reductions_threshold)
+    loops_from[prims._low_memory_max_pool_with_offsets.default] = 25
+    table: dict[Any, Any] = lowering.lowerings
+    return together(
+        *[replace(table, op, _pool(table[op], loops_from[op])) for op in loops_from if op in table]
+    )
+
+
+def mend_argmax() -> Undo:
+    from torch._inductor import lowering
+
+    table: dict[Any, Any] = lowering.lowerings
+    ops = (aten.argmax.default, aten.argmin.default)
+    return together(*[replace(table, op, _full(table[op])) for op in ops])
+
+
+def _pool(original: Callable[..., Any], loops_from: int) -> Callable[..., Any]:
+    def pool(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if math.prod(kernel) >= loops_from and x.get_device().type == "cpu":
+            x = _rows_first(x, len(kernel))
+        return original(x, kernel, *args, **kwargs)
+
+    return pool
+
+
+def _rows_first(x: Any, axes: int) -> Any:
+    """With the axes of its windows in the order of their names; channels may come last."""
+    from torch._inductor.ir import ExternKernel, get_stride_order
+    from torch._inductor.virtualized import V
+
+    node: Any = V.graph.current_node.args[0]
+    value = node.meta["val"]
+    order = get_stride_order(value.stride(), V.graph.sizevars.shape_env)
+    if len(order) == len(x.get_size()) and list(order[-axes:]) == sorted(order[-axes:])[::-1]:
+        return ExternKernel.require_stride_order(x, order)
+    return ExternKernel.require_contiguous(x)
+
+
+def _full(original: Callable[..., Any]) -> Callable[..., Any]:
+    def position(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        from torch._inductor.ir import ExternKernel
+
+        if dim is None and x.get_device().type == "cpu":
+            x = ExternKernel.require_contiguous(x)
+        return original(x, dim, keepdim)
+
+    return position
+
+
+POOLS = Mistake(
+    name="positions_in_windows",
+    issue=197434,
+    fix=197596,
+    wrong=(
+        "Where columns of the input are nearer to each other than its rows, loops over a window "
+        "run in that order, and the position of the maximum is counted as they run but read row by "
+        "row: gradients of max pools with large windows go to the wrong elements."
+    ),
+    mend=mend_pools,
+    fixed="2.15.0",
+)
+ARGMAX = Mistake(
+    name="positions_in_tensors",
+    issue=183082,
+    fix=183655,
+    wrong="As positions in windows, for argmax and argmin over all of a transposed tensor.",
+    mend=mend_argmax,
+)
