@@ -27,11 +27,12 @@ _reported: set[tuple[str, ...]] = set()
 _lock = Lock()
 
 
-def report(stage: str, subject: str, error: Exception, instead: str) -> str:
+def report(stage: str, subject: str, error: Exception, instead: str, *, right: bool = True) -> str:
     """Logs a fault. Returns one line that says what happened, for the record.
 
     stage: what was being done, "planning its kernel". subject: to what, "layer_norm of layers.0
-    (backward)". instead: what becomes of the run, "Inductor compiles it instead".
+    (backward)". instead: what becomes of the run, "Inductor compiles it instead". right: whether
+    its results are right all the same.
     """
     where = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
@@ -41,7 +42,8 @@ def report(stage: str, subject: str, error: Exception, instead: str) -> str:
         _reported.add((stage, type(error).__name__, place))
     message = f"a fault in {stage} of {subject}: {what}{place}"
     if first:
-        log.warning("%s. %s: results stay right. %s", message, instead, HOW_TO_REPORT)
+        results = "results stay right" if right else "results may be wrong"
+        log.warning("%s. %s: %s. %s", message, instead, results, HOW_TO_REPORT)
     else:
         log.info("%s. %s.", message, instead)
     log.debug("the fault's traceback", exc_info=error)

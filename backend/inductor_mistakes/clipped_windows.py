@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.inductor_mistakes.mistake import Mistake, replace, together
+from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 aten = torch.ops.aten
+ISSUE = 198119
 
 
 def mend() -> Undo:
@@ -54,6 +55,7 @@ def _either(original: Callable[..., Any], fallback: Callable[..., Any]) -> Calla
     return avg_pool_backward
 
 
+@decision(ISSUE, otherwise=False)
 def _fit(gradient: Any, x: Any, kernel: Any, stride: Any, padding: Any) -> bool:
     """Whether it is known that the last window along each axis ends within the padded input."""
     from torch._inductor.virtualized import V
@@ -69,7 +71,7 @@ def _fit(gradient: Any, x: Any, kernel: Any, stride: Any, padding: Any) -> bool:
 
 MISTAKE = Mistake(
     name="clipped_windows",
-    issue=198119,
+    issue=ISSUE,
     fix=None,
     wrong=(
         "The backward of average pooling with ceil_mode divides by the size of a whole window "

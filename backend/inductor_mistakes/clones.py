@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.backend.inductor_mistakes.in_place import storage
-from normpass.backend.inductor_mistakes.mistake import Mistake, wrap
+from normpass.backend.inductor_mistakes.mistake import Mistake, decision, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.fx import Graph, Node
 
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 aten = torch.ops.aten
+ISSUE = 198131
 
 
 def mend() -> Undo:
@@ -28,7 +29,7 @@ def mend() -> Undo:
     def around(original: Callable[..., None]) -> Callable[..., None]:
         def remove_noop_ops(graph: Graph, *args: Any, **kwargs: Any) -> None:
             # Marked as what the pass does not know, a clone stays.
-            kept = list(_copies_of_written_inputs(graph))
+            kept = _copies_of_written_inputs(graph)
             targets = [node.target for node in kept]
             for node in kept:
                 node.target = _kept
@@ -43,13 +44,16 @@ def mend() -> Undo:
     return wrap(post_grad, "remove_noop_ops", around)
 
 
-def _copies_of_written_inputs(graph: Graph) -> Iterator[Node]:
+@decision(ISSUE, otherwise=[], right=False)
+def _copies_of_written_inputs(graph: Graph) -> list[Node]:
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
     written = {storage(write.args[0]) for write in writes} - {None}
-    for op, source in ((aten.clone.default, 0), (aten.copy.default, 1)):
-        for node in graph.find_nodes(op="call_function", target=op):
-            if storage(node.args[source]) in written:
-                yield node
+    return [
+        node
+        for op, source in ((aten.clone.default, 0), (aten.copy.default, 1))
+        for node in graph.find_nodes(op="call_function", target=op)
+        if storage(node.args[source]) in written
+    ]
 
 
 def _kept(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +62,7 @@ def _kept(*args: Any, **kwargs: Any) -> Any:
 
 MISTAKE = Mistake(
     name="clones_of_inputs",
-    issue=198131,
+    issue=ISSUE,
     fix=198132,
     wrong=(
         "Where a graph writes to its inputs, a clone of one is removed as if nothing could change "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from normpass.backend.inductor_mistakes.mistake import Mistake, replace, together, wrap
+from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 aten = torch.ops.aten
+ISSUE = 186799
 REDUCTIONS = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 # What gives the same bits whenever it is computed.
 EXACT = (
@@ -63,15 +64,34 @@ def _decides(maximum: Node) -> bool:
     )
 
 
+@decision(ISSUE, otherwise=None, right=False)
+def _mark(joint: GraphModule) -> None:
+    for op in REDUCTIONS:
+        for reduction in joint.graph.find_nodes(op="call_function", target=op):
+            node = _compared(reduction)
+            if node is not None and _decides(reduction):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@decision(ISSUE, otherwise=None, right=False)
+def _store(x: Any) -> None:
+    from torch._inductor.virtualized import V
+
+    current = V.graph.current_node
+    node = _compared(current) if current.target in REDUCTIONS else None
+    if node is None or node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE:
+        return
+    # What nobody needs any more is not in env. What is saved may be a view of the node.
+    views = [user for user in node.users if user.target in EXACT]
+    for value in (x, *(V.graph.env[each] for each in (node, *views) if each in V.graph.env)):
+        value.realize()
+
+
 def _keeping_what_is_compared(original: Callable[..., Any]) -> Callable[..., Any]:
     """The backward reads what the forward computed."""
 
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        for op in REDUCTIONS:
-            for reduction in joint.graph.find_nodes(op="call_function", target=op):
-                node = _compared(reduction)
-                if node is not None and _decides(reduction):
-                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        _mark(joint)
         return original(joint, *args, **kwargs)
 
     return partition
@@ -81,12 +101,7 @@ def _of_what_is_stored(original: Callable[..., Any]) -> Callable[..., Any]:
     """The reduction reads what is saved for the backward, and does not compute it for itself."""
 
     def lowered(x: Any, *args: Any, **kwargs: Any) -> Any:
-        from torch._inductor.virtualized import V
-
-        current = V.graph.current_node
-        node = _compared(current) if current.target in REDUCTIONS else None
-        if node is not None and node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
-            V.graph.env[node].realize()
+        _store(x)
         return original(x, *args, **kwargs)
 
     return lowered
@@ -94,7 +109,7 @@ def _of_what_is_stored(original: Callable[..., Any]) -> Callable[..., Any]:
 
 MISTAKE = Mistake(
     name="equal_maxima",
-    issue=186799,
+    issue=ISSUE,
     fix=186953,
     wrong=(
         "The gradient of amax, amin and full max and min goes to the elements that equal the "

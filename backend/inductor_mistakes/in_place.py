@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from normpass.backend.inductor_mistakes.mistake import Mistake, replace, together
+from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 aten = torch.ops.aten
+ISSUE = 156786
 
 
 def mend() -> Undo:
-    return only_in_place_if(
-        lambda node: not (_overlaps(node) or _reads_itself(node) or _is_joined(node))
-    )
+    return only_in_place_if(_keeps_what_is_needed)
 
 
 def only_in_place_if(allowed: Callable[[Node], bool]) -> Undo:
@@ -55,6 +54,11 @@ def storage(node: Any) -> int | None:
     return get_node_storage(node) if isinstance(node, torch.fx.Node) else None
 
 
+@decision(ISSUE, otherwise=False)
+def _keeps_what_is_needed(node: Node) -> bool:
+    return not (_overlaps(node) or _reads_itself(node) or _is_joined(node))
+
+
 def _overlaps(node: Node) -> bool:
     """Several elements of its input lie in one place."""
     (written, *_) = node.args
@@ -80,7 +84,7 @@ def _is_joined(node: Node) -> bool:
 
 MISTAKE = Mistake(
     name="scatters_in_place",
-    issue=156786,
+    issue=ISSUE,
     fix=160311,
     wrong=(
         "index_put, index_add, index_copy and slices that are assigned to are written in place "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.torch_version import TorchVersion
+
+from normpass.passes import faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     Undo = Callable[[], None]
 
 _ABSENT: Any = object()
+P = ParamSpec("P")
+Decided = TypeVar("Decided")
 
 OLDEST = "2.11"  # the oldest version of torch that is supported
 
@@ -42,6 +46,31 @@ class Mistake:
         """Whether a version of torch has it. Builds of one version, as 2.13.0+cpu, are alike."""
         public = TorchVersion(str(version).partition("+")[0])
         return public >= self.since and (self.fixed is None or public < self.fixed)
+
+
+def decision(
+    issue: int, otherwise: Any, *, right: bool = True
+) -> Callable[[Callable[P, Decided]], Callable[P, Decided]]:
+    """For a function that a mend asks: what it answers where it fails, and whether Inductor's code
+    is right then.
+    """
+
+    def decorate(ask: Callable[P, Decided]) -> Callable[P, Decided]:
+        @functools.wraps(ask)
+        def asked(*args: P.args, **kwargs: P.kwargs) -> Decided:
+            try:
+                return ask(*args, **kwargs)
+            except Exception as error:
+                stage, instead = (
+                    f"the mend of pytorch issue {issue}",
+                    "Inductor compiles it as it is",
+                )
+                faults.report(stage, "a graph", error, instead, right=right)
+                return otherwise
+
+        return asked
+
+    return decorate
 
 
 def replace(table: MutableMapping[Any, Any], key: Any, value: Any) -> Undo:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.backend.inductor_mistakes.in_place import only_in_place_if, scatters, storage
-from normpass.backend.inductor_mistakes.mistake import Mistake
+from normpass.backend.inductor_mistakes.mistake import Mistake, decision
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 aten = torch.ops.aten
+ISSUE = 198094
 VIEWS = (
     aten.view.default,
     aten._unsafe_view.default,
@@ -29,15 +30,16 @@ VIEWS = (
 
 
 def mend() -> Undo:
-    return only_in_place_if(lambda node: not _is_overwritten(node))
+    return only_in_place_if(_is_what_remains)
 
 
-def _is_overwritten(node: Node) -> bool:
-    """What the input becomes in the end is not what this scatter, and others on it, made of it."""
+@decision(ISSUE, otherwise=False)
+def _is_what_remains(node: Node) -> bool:
+    """What the input becomes in the end is what this scatter, and others on it, made of it."""
     place = storage(node.args[0])
     writes = node.graph.find_nodes(op="call_function", target=aten.copy_.default)
-    return place is not None and any(
-        storage(write.args[0]) == place and not _comes_from(write.args[1], node) for write in writes
+    return place is None or all(
+        _comes_from(write.args[1], node) for write in writes if storage(write.args[0]) == place
     )
 
 
@@ -51,7 +53,7 @@ def _comes_from(source: Any, node: Node) -> bool:
 
 MISTAKE = Mistake(
     name="overwritten_scatters",
-    issue=198094,
+    issue=ISSUE,
     fix=198096,
     wrong=(
         "A scatter into a graph's input is written into the input itself, which is overwritten "

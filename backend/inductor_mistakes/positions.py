@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.inductor_mistakes.mistake import Mistake, replace, together
+from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 aten, prims = torch.ops.aten, torch.ops.prims
+ISSUE = 197434
 POOLS_WITH_POSITIONS = (
     aten.max_pool2d_with_indices.default,
     aten.max_pool3d_with_indices.default,
@@ -50,12 +51,13 @@ def mend_argmax() -> Undo:
 def _pool(original: Callable[..., Any], loops_from: int) -> Callable[..., Any]:
     def pool(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if math.prod(kernel) >= loops_from and x.get_device().type == "cpu":
-            x = _rows_first(x, len(kernel))
+            x = _rows_first(x, len(kernel)) or x
         return original(x, kernel, *args, **kwargs)
 
     return pool
 
 
+@decision(ISSUE, otherwise=None, right=False)
 def _rows_first(x: Any, axes: int) -> Any:
     """With the axes of its windows in the order of their names; channels may come last."""
     from torch._inductor.ir import ExternKernel, get_stride_order
@@ -82,7 +84,7 @@ def _full(original: Callable[..., Any]) -> Callable[..., Any]:
 
 POOLS = Mistake(
     name="positions_in_windows",
-    issue=197434,
+    issue=ISSUE,
     fix=197596,
     wrong=(
         "Where columns of the input are nearer to each other than its rows, loops over a window "

@@ -16,7 +16,15 @@ from torch.torch_version import TorchVersion
 import normpass
 from normpass.backend import inductor_mistakes
 from normpass.backend.entry import FusionPass
-from normpass.backend.inductor_mistakes import MISTAKES, install, key, uninstall, without
+from normpass.backend.inductor_mistakes import (
+    MISTAKES,
+    equal_maxima,
+    in_place,
+    install,
+    key,
+    uninstall,
+    without,
+)
 from normpass.backend.inductor_mistakes.mistake import Mistake, wrap
 
 if TYPE_CHECKING:
@@ -276,6 +284,24 @@ def test_without_what_a_mend_wraps_nothing_is_done(
         install()
     assert caplog.text.count("pytorch issue 123 is not mended") == 1
     assert key().split() == in_this_version()
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+def test_a_fault_in_a_mend_costs_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_cache: Path
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("no such node")
+
+    monkeypatch.setattr(in_place, "_overlaps", broken)  # asked with a safe answer
+    monkeypatch.setattr(equal_maxima, "_compared", broken)  # without one
+    assert error(CASES["written_in_place"]) < 1
+    error(CASES["largest"])
+    text = caplog.text
+    assert "the mend of pytorch issue 156786 of a graph: KeyError: 'no such node'" in text
+    assert text.count("Inductor compiles it as it is: results stay right") == 1
+    assert "the mend of pytorch issue 186799 of a graph: KeyError: 'no such node'" in text
+    assert "Inductor compiles it as it is: results may be wrong" in text
 
 
 def test_a_function_that_somebody_replaced_after_us_is_theirs() -> None:
