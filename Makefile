@@ -15,8 +15,8 @@ ARGS ?=
 JOBS ?= 2
 PARALLEL = -n $(JOBS) --dist worksteal
 
-# Inductor precompiles its headers only for a compiler whose name says that it is GCC: the suite takes
-# more than twice as long with the same compiler called c++.
+# Inductor precompiles its headers only for a compiler whose name says that it is GCC: with the same
+# one called c++ every kernel reads torch's headers anew.
 ifneq ($(filter environment% command%,$(origin CXX)),)
 COMPILER := $(CXX)
 endif
