@@ -110,10 +110,10 @@ class _State:
 
 
 def _tried(change: Callable[[], Undo], otherwise: str) -> Undo | None:
-    """Changes torch; None, and a line in the log, where torch has no such thing to change."""
+    """Changes torch; None, and a line in the log, where torch is not as the change expects."""
     try:
         return change()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         log.info("%s: %r", otherwise, error)
         return None
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.inductor_mistakes.in_place import storage
 from normpass.backend.inductor_mistakes.mistake import Mistake, decision, wrap
+from normpass.backend.inductor_mistakes.nodes import storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable

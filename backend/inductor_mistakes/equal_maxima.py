@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together, wrap
+from normpass.backend.inductor_mistakes.nodes import VIEWS, before
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,12 +26,9 @@ ISSUE = 186799
 REDUCTIONS = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 # What gives the same bits whenever it is computed.
 EXACT = (
+    *VIEWS,
     aten.abs.default,
     aten.neg.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.permute.default,
     aten.expand.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
@@ -50,9 +48,7 @@ def mend() -> Undo:
 
 def _compared(reduction: Node) -> Node | None:
     """The operation whose results are compared with the reduction's, unless it is an input."""
-    node: Any = reduction.args[0]
-    while isinstance(node, torch.fx.Node) and node.target in EXACT:
-        node = node.args[0]
+    node = before(reduction.args[0], EXACT)
     return node if isinstance(node, torch.fx.Node) and node.op == "call_function" else None
 
 

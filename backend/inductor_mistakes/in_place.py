@@ -1,7 +1,7 @@
 """A scatter is written in place where its input is still needed as it was.
 
 Checked on torch 2.11, 2.13 and 2.15: fx_passes.reinplace.inplaceable_ops, InplaceableOp.extra_check
-and _generalized_scatter, and fx_utils.get_node_storage.
+and _generalized_scatter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together
+from normpass.backend.inductor_mistakes.nodes import storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,12 +47,6 @@ def scatters() -> tuple[Any, ...]:
     from torch._inductor.fx_passes.reinplace import _generalized_scatter
 
     return aten.index_put.default, aten._unsafe_index_put.default, _generalized_scatter
-
-
-def storage(node: Any) -> int | None:
-    from torch._inductor.fx_utils import get_node_storage
-
-    return get_node_storage(node) if isinstance(node, torch.fx.Node) else None
 
 
 @decision(ISSUE, otherwise=False)

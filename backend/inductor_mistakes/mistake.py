@@ -30,8 +30,8 @@ class Mistake:
     issue, fix: numbers at github.com/pytorch/pytorch; fix is the pull request, if one is known.
     wrong: what goes wrong and why. since: the first version of torch that has it, of those
     supported. fixed: the first that does not; None while there is none. mend: changes what is
-    wrong in torch and returns what puts it back; raises ImportError or AttributeError where torch
-    has no such thing.
+    wrong in torch and returns what puts it back; raises whatever comes where torch is not as it
+    expects.
     """
 
     name: str
@@ -51,9 +51,12 @@ class Mistake:
 def decision(
     issue: int, otherwise: Any, *, right: bool = True
 ) -> Callable[[Callable[P, Decided]], Callable[P, Decided]]:
-    """For a function that a mend asks: what it answers where it fails, and whether Inductor's code
-    is right then.
+    """For a function that a mend asks: what it answers where it fails.
+
+    right: whether that is the safe answer, which costs some speed, or leaves the mistake in.
     """
+    stage = f"the mend of pytorch issue {issue}"
+    instead = "The safe way is taken" if right else "Inductor compiles it as it is"
 
     def decorate(ask: Callable[P, Decided]) -> Callable[P, Decided]:
         @functools.wraps(ask)
@@ -61,10 +64,6 @@ def decision(
             try:
                 return ask(*args, **kwargs)
             except Exception as error:
-                stage, instead = (
-                    f"the mend of pytorch issue {issue}",
-                    "Inductor compiles it as it is",
-                )
                 faults.report(stage, "a graph", error, instead, right=right)
                 return otherwise
 

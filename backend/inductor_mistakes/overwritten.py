@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.inductor_mistakes.in_place import only_in_place_if, scatters, storage
+from normpass.backend.inductor_mistakes.in_place import only_in_place_if, scatters
 from normpass.backend.inductor_mistakes.mistake import Mistake, decision
+from normpass.backend.inductor_mistakes.nodes import VIEWS, storage
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 ISSUE = 198094
-VIEWS = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.alias.default,
-)
 
 
 def mend() -> Undo:

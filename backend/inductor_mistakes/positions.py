@@ -1,7 +1,7 @@
 """The position of a maximum is counted along another axis first than it is read.
 
-Checked on torch 2.11, 2.13 and 2.15: lowering.lowerings, config.unroll_reductions_threshold, and
-ir.ExternKernel.require_contiguous and require_stride_order.
+Checked on torch 2.11, 2.13 and 2.15: lowering.lowerings, config.unroll_reductions_threshold,
+ir.ExternKernel.require_stride_order and ir.get_stride_order.
 """
 
 from __future__ import annotations
@@ -45,41 +45,49 @@ def mend_argmax() -> Undo:
 
     table: dict[Any, Any] = lowering.lowerings
     ops = (aten.argmax.default, aten.argmin.default)
-    return together(*[replace(table, op, _full(table[op])) for op in ops])
+    return together(*[replace(table, op, _full(table[op])) for op in ops if op in table])
 
 
 def _pool(original: Callable[..., Any], loops_from: int) -> Callable[..., Any]:
     def pool(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        if math.prod(kernel) >= loops_from and x.get_device().type == "cpu":
-            x = _rows_first(x, len(kernel)) or x
+        if math.prod(kernel) >= loops_from:
+            x = _rows_first(x, len(kernel))
         return original(x, kernel, *args, **kwargs)
 
     return pool
 
 
-@decision(ISSUE, otherwise=None, right=False)
-def _rows_first(x: Any, axes: int) -> Any:
-    """With the axes of its windows in the order of their names; channels may come last."""
-    from torch._inductor.ir import ExternKernel, get_stride_order
-    from torch._inductor.virtualized import V
-
-    node: Any = V.graph.current_node.args[0]
-    value = node.meta["val"]
-    order = get_stride_order(value.stride(), V.graph.sizevars.shape_env)
-    if len(order) == len(x.get_size()) and list(order[-axes:]) == sorted(order[-axes:])[::-1]:
-        return ExternKernel.require_stride_order(x, order)
-    return ExternKernel.require_contiguous(x)
-
-
 def _full(original: Callable[..., Any]) -> Callable[..., Any]:
     def position(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-        from torch._inductor.ir import ExternKernel
-
-        if dim is None and x.get_device().type == "cpu":
-            x = ExternKernel.require_contiguous(x)
+        if dim is None:
+            x = _rows_first(x, len(x.get_size()))
         return original(x, dim, keepdim)
 
     return position
+
+
+def _rows_first(x: Any, axes: int) -> Any:
+    """On a CPU with its last axes in the order of their names; channels may come last."""
+    from torch._inductor.ir import ExternKernel
+
+    order = _order(axes) if x.get_device().type == "cpu" else None
+    return x if order is None else ExternKernel.require_stride_order(x, order)
+
+
+@decision(ISSUE, otherwise=None, right=False)
+def _order(axes: int) -> list[int]:
+    """How far apart elements are to lie along each axis of what is lowered, 0 being next to each
+    other.
+    """
+    from torch._inductor.ir import get_stride_order
+    from torch._inductor.virtualized import V
+
+    node: Any = V.graph.current_node.args[0]
+    strides = node.meta["val"].stride()
+    order = list(get_stride_order(strides, V.graph.sizevars.shape_env))
+    if order[-axes:] == sorted(order[-axes:], reverse=True):
+        return order
+    return list(reversed(range(len(order))))
 
 
 POOLS = Mistake(

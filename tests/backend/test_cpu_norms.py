@@ -278,10 +278,8 @@ def test_tokens_of_one_image() -> None:
             x.register_hook(torch.Tensor.contiguous)
         return F.layer_norm(x.flatten(2).transpose(1, 2), (8,))
 
-    x, g = (
-        tensors((1, 8, 4, 4), torch.float64)[0].requires_grad_(),
-        tensors((1, 16, 8), torch.float64)[1],
-    )
+    x = tensors((1, 8, 4, 4), torch.float64)[0].requires_grad_()
+    g = tensors((1, 16, 8), torch.float64)[1]
     (right,) = torch.autograd.grad(tokens(x), x, g)
     (found,) = torch.autograd.grad(compile_fused(tokens)(x), x, g)
     torch.testing.assert_close(found, right)
