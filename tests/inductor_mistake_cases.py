@@ -132,6 +132,14 @@ def summed_scatter(x: Tensor, y: Tensor) -> Tensor:
     return torch.slice_scatter(x, y, 1, 0, 6).sum(1)
 
 
+def loss_of_labels(x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    return (
+        F.multilabel_margin_loss(x.sin(), labels),
+        F.multilabel_margin_loss(x, labels, reduction="none"),
+        F.multilabel_margin_loss(x[1], labels[1], reduction="sum"),
+    )
+
+
 def double(*sizes: int) -> Tensor:
     return torch.randn(*sizes, dtype=torch.float64)
 
@@ -200,6 +208,14 @@ CASES = {
     ),
     "summed_scatter": Case(
         "collapsed_scatters", summed_scatter, lambda: (double(4, 13, 33), double(4, 6, 33))
+    ),
+    "loss_of_labels": Case(
+        "padded_labels",
+        loss_of_labels,
+        lambda: (
+            double(3, 5),
+            torch.tensor([[1, 3, -1, 0, 2], [2, -1, -1, -1, -1], [4, 3, 2, 1, 0]]),
+        ),
     ),
 }
 

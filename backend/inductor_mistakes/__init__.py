@@ -38,6 +38,7 @@ from normpass.backend.inductor_mistakes import (
     in_place,
     local_buffers,
     overwritten,
+    padded_labels,
     pools,
     positions,
     renames,
@@ -66,6 +67,7 @@ MISTAKES: tuple[Mistake, ...] = (
     positions.POOLS,
     positions.ARGMAX,
     collapsed.MISTAKE,
+    padded_labels.MISTAKE,
 )
 
 

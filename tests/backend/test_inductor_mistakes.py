@@ -22,6 +22,7 @@ from normpass.backend.inductor_mistakes import (
     in_place,
     install,
     key,
+    padded_labels,
     uninstall,
     without,
 )
@@ -37,12 +38,14 @@ MISTAKE = {mistake.name: mistake for mistake in MISTAKES}
 def patched() -> list[Any]:
     """Everything of torch's that a mend may replace."""
     from torch import _prims_common
+    from torch._decomp import decomposition_table
     from torch._inductor import compile_fx, lowering
     from torch._inductor.codegen.cpp import (
         CppKernelProxy,
         CppTile2DKernel,
         OuterLoopFusedSchedulerNode,
     )
+    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import post_grad, reinplace
     from torch._inductor.scheduler import SchedulerNode
 
@@ -62,6 +65,8 @@ def patched() -> list[Any]:
             if any(word in str(op) for word in ("aten.max", "aten.min", "aten.a", "pool"))
         },
         dict(reinplace.inplaceable_ops),
+        dict(padded_labels.OP.py_kernels),
+        [table[padded_labels.OP] for table in (decomposition_table, select_decomp_table())],
     ]
 
 
