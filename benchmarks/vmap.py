@@ -139,7 +139,9 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
         step()
     # Under this name in torch 2.11 to 2.15; the public tables hold sums by operator, not the order.
     results = profile.profiler.kineto_results
