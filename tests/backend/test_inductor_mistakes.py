@@ -19,9 +19,9 @@ from normpass.backend.entry import FusionPass
 from normpass.backend.inductor_mistakes import (
     MISTAKES,
     equal_maxima,
-    in_place,
     install,
     key,
+    overwritten,
     padded_labels,
     uninstall,
     without,
@@ -298,12 +298,12 @@ def test_a_fault_in_a_mend_costs_no_run(
     def broken(*_: Any) -> Any:
         raise KeyError("no such node")
 
-    monkeypatch.setattr(in_place, "_overlaps", broken)  # asked with a safe answer
+    monkeypatch.setattr(overwritten, "_comes_from", broken)  # asked with a safe answer
     monkeypatch.setattr(equal_maxima, "_compared", broken)  # without one
-    assert error(CASES["written_in_place"]) < 1
+    assert error(CASES["held_while_overwritten"]) < 1
     error(CASES["largest"])
     text = caplog.text
-    assert "the mend of pytorch issue 156786 of a graph: KeyError: 'no such node'" in text
+    assert "the mend of pytorch issue 198094 of a graph: KeyError: 'no such node'" in text
     assert text.count("The safe way is taken: results stay right") == 1
     assert "the mend of pytorch issue 186799 of a graph: KeyError: 'no such node'" in text
     assert "Inductor compiles it as it is: results may be wrong" in text

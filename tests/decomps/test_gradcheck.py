@@ -101,7 +101,7 @@ FIRST = 1  # samples of each OpInfo; the sweep takes all
 # What fails in stock as well. The first two: the gradient of group norm's mean alone is zero, for
 # upstream's formula drops it where rstd has none; torch 2.13's own test expects that failure. The
 # third: forward mode over as_strided of fake tensors, "!this_view_meta->has_fw_view() INTERNAL
-# ASSERT FAILED".
+# ASSERT FAILED", and one of its samples reads beside its input, where a copy of it has no memory.
 STOCK_FAILS = {
     ("native_group_norm", "gradcheck"),
     ("native_group_norm", "batched"),
@@ -200,9 +200,11 @@ def test_eager_all_samples(name: str, mode: str) -> None:
 
 
 def check_compiled(problem: Problem, name: str) -> None:
-    expected = Compiled(problem)
+    known = (name, "compiled") in STOCK_FAILS
+    # Where stock fails, computing what must come out may fail too.
+    check = (lambda: Compiled(problem).check()) if known else Compiled(problem).check
     torch._dynamo.reset()
-    no_worse(expected.check, (name, "compiled") in STOCK_FAILS, eager=False)
+    no_worse(check, known, eager=False)
 
 
 @pytest.mark.parametrize("name", INFOS)
