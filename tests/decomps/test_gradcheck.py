@@ -101,9 +101,9 @@ FIRST = 1  # samples of each OpInfo; the sweep takes all
 # What fails in stock as well. The first two: the gradient of group norm's mean alone is zero, for
 # upstream's formula drops it where rstd has none; torch 2.13's own test expects that failure. The
 # third: forward mode over as_strided of fake tensors, "!this_view_meta->has_fw_view() INTERNAL
-# ASSERT FAILED", and one of its samples reads beside its input, where a copy of it has no memory. The
-# last: autograd's double backward of layer norm with a bias and no weight, "Expected a proper Tensor
-# but got None", which register(eager=True) replaces.
+# ASSERT FAILED", and one of its samples reads beside its input, where a copy of it has no memory.
+# The last: autograd's double backward of layer norm with a bias and no weight, "Expected a proper
+# Tensor but got None", which register(eager=True) replaces.
 STOCK_FAILS = {
     ("native_group_norm", "gradcheck"),
     ("native_group_norm", "batched"),
