@@ -110,8 +110,7 @@ class Elementwise:
     ) -> Tensor:
         """grad * slope, or grad * conj(slope), in working precision."""
         g, x = _raised(grad), _raised(given[self.tensor])
-        # Not a view: isfinite has no batching rule for conj().
-        known = {**given, "x": x, "g": g.conj_physical() if conjugate else g}
+        known = {**given, "x": x, "g": g.conj() if conjugate else g}
         if "y" in self.wanted:
             known["y"] = self.result(given, x) if result is None else _raised(result)
         slope = self.slope(*[known[name] for name in self.wanted])

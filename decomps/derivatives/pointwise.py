@@ -85,7 +85,9 @@ def _sinc(g: Tensor, x: Tensor) -> Tensor:
         series = series * square + (-1) ** k * 2 * k / math.factorial(2 * k + 1)
     far = torch.where(near, 1, t)
     slope = math.pi * torch.where(near, series * t, (far.cos() - far.sin() / far) / far)
-    return torch.where((square == 0) & ~g.isfinite(), 0, g * slope)
+    # isfinite has no batching rule for a conjugate, which is a view.
+    is_finite = g.abs() < math.inf
+    return torch.where((square == 0) & ~is_finite, 0, g * slope)
 
 
 # --- special functions --------------------------------------------------------------------------

@@ -153,6 +153,14 @@ def second(dx: Tensor, g: Tensor, x: Tensor, v: Tensor) -> Sequence[Tensor]:
     return torch.autograd.grad(dx, (g, x), v, retain_graph=True, materialize_grads=True)
 
 
+@rows
+def test_gradients_of_complex_numbers_are_batched(name: str) -> None:
+    """A conjugate is a view, and not every operator has a batching rule for those."""
+    for call in calls(name, torch.complex128)[:1]:
+        g = torch.stack([cotangent(call(call.x)), cotangent(call(call.x)) * 2j])
+        close(torch.vmap(lambda v, call=call: call.rule("vjp", v))(g)[1], call.rule("vjp", g[1]))
+
+
 @handful
 def test_a_rule_asked_for_beforehand_compiles(name: str) -> None:
     call = calls(name)[0]
@@ -180,6 +188,13 @@ def test_sinc_is_differentiated_exactly_near_zero(order: int) -> None:
         series = [mpmath.taylor(mpmath.sincpi, p, order)[order] for p in points]
         expected = [float(c * mpmath.factorial(order)) for c in series]
     close(d, torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
+
+
+def test_sinc_compiles_with_gradients_that_are_not_finite() -> None:
+    """Inductor takes g * 0 for zero, whatever g is."""
+    g = torch.tensor([1, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
+    compiled = torch.compile(registry.vjp(aten.sinc), backend="inductor")
+    close(compiled(g, torch.zeros_like(g)), torch.zeros_like(g))
 
 
 @pytest.mark.parametrize("name", ["elu", "celu", "softplus", "gelu", "silu", "mish", "sigmoid"])
