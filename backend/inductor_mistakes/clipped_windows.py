@@ -13,7 +13,7 @@ import torch
 from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from normpass.backend.inductor_mistakes.mistake import Undo
 
@@ -21,7 +21,8 @@ aten = torch.ops.aten
 ISSUE = 198119
 
 
-def mend() -> Undo:
+@together
+def mend() -> Iterator[Undo]:
     from torch._inductor import lowering
 
     fallbacks = {
@@ -29,9 +30,9 @@ def mend() -> Undo:
         aten.avg_pool3d_backward.default: lowering.fallback_avg_pool3d_backward,
     }
     table: dict[Any, Any] = lowering.lowerings
-    return together(
-        *[replace(table, op, _either(table[op], fallbacks[op])) for op in fallbacks if op in table]
-    )
+    for op, fallback in fallbacks.items():
+        if op in table:
+            yield replace(table, op, _either(table[op], fallback))
 
 
 def _either(original: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from normpass.backend.inductor_mistakes.mistake import Mistake, together, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 
-def mend() -> Undo:
+@together
+def mend() -> Iterator[Undo]:
     def around(original: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
         def clone_preserve_strides(x: torch.Tensor) -> torch.Tensor:
             if torch._debug_has_internal_overlap(x) == 1:
@@ -30,7 +31,8 @@ def mend() -> Undo:
 
         return clone_preserve_strides
 
-    return together(_forgotten(), wrap(_prims_common, "clone_preserve_strides", around))
+    yield _forgotten()
+    yield wrap(_prims_common, "clone_preserve_strides", around)
 
 
 def _forgotten() -> Undo:

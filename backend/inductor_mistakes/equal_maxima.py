@@ -15,7 +15,7 @@ from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replac
 from normpass.backend.inductor_mistakes.nodes import VIEWS, before
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.fx import GraphModule, Node
 
@@ -36,14 +36,15 @@ EXACT = (
 )
 
 
-def mend() -> Undo:
+@together
+def mend() -> Iterator[Undo]:
     from torch._inductor import compile_fx, lowering
 
     table: dict[Any, Any] = lowering.lowerings
-    return together(
-        wrap(compile_fx, "min_cut_rematerialization_partition", _keeping_what_is_compared),
-        *[replace(table, op, _of_what_is_stored(table[op])) for op in REDUCTIONS if op in table],
-    )
+    yield wrap(compile_fx, "min_cut_rematerialization_partition", _keeping_what_is_compared)
+    for op in REDUCTIONS:
+        if op in table:
+            yield replace(table, op, _of_what_is_stored(table[op]))
 
 
 def _compared(reduction: Node) -> Node | None:

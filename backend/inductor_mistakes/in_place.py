@@ -16,7 +16,7 @@ from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replac
 from normpass.backend.inductor_mistakes.nodes import storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.fx import Node
 
@@ -30,7 +30,8 @@ def mend() -> Undo:
     return only_in_place_if(_keeps_what_is_needed)
 
 
-def only_in_place_if(allowed: Callable[[Node], bool]) -> Undo:
+@together
+def only_in_place_if(allowed: Callable[[Node], bool]) -> Iterator[Undo]:
     """Inductor writes a scatter in place only where `allowed` says so too."""
     from torch._inductor.fx_passes.reinplace import inplaceable_ops
 
@@ -40,7 +41,9 @@ def only_in_place_if(allowed: Callable[[Node], bool]) -> Undo:
         )
 
     table: dict[Any, Any] = inplaceable_ops
-    return together(*[replace(table, op, narrowed(table[op])) for op in scatters() if op in table])
+    for op in scatters():
+        if op in table:
+            yield replace(table, op, narrowed(table[op]))
 
 
 def scatters() -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 from normpass.passes import faults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable, Iterator, MutableMapping
     from types import ModuleType
 
     Undo = Callable[[], None]
@@ -91,14 +91,29 @@ def replace(table: MutableMapping[Any, Any], key: Any, value: Any) -> Undo:
     return undo
 
 
-def together(*undo: Undo) -> Undo:
-    """Puts back what several calls changed, the last first."""
+def together(changes: Callable[P, Iterator[Undo]]) -> Callable[P, Undo]:
+    """Several changes as one, made as a generator yields what undoes each; undone the last first.
 
-    def all_of_it() -> None:
-        for put_back in reversed(undo):
-            put_back()
+    All of them or none: where one raises, those before it are put back.
+    """
 
-    return all_of_it
+    @functools.wraps(changes)
+    def change(*args: P.args, **kwargs: P.kwargs) -> Undo:
+        undo: list[Undo] = []
+
+        def put_all_back() -> None:
+            while undo:
+                undo.pop()()
+
+        try:
+            for put_back in changes(*args, **kwargs):
+                undo.append(put_back)
+        except Exception:
+            put_all_back()
+            raise
+        return put_all_back
+
+    return change
 
 
 def wrap(owner: type | ModuleType, name: str, around: Callable[[Callable[..., Any]], Any]) -> Undo:

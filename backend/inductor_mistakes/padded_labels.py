@@ -14,6 +14,8 @@ from torch._C import DispatchKey
 from normpass.backend.inductor_mistakes.mistake import Mistake, replace, together
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from normpass.backend.inductor_mistakes.mistake import Undo
@@ -22,22 +24,38 @@ OP: Any = torch.ops.aten.multilabel_margin_loss_forward.default
 NONE, MEAN = 0, 1
 
 
-def mend() -> Undo:
+@together
+def mend() -> Iterator[Undo]:
     from torch._decomp import decomposition_table
     from torch._inductor.decomposition import decompositions, fast_random_decomps
 
     tables: list[Any] = [decomposition_table, decompositions, fast_random_decomps()]
-    in_tables = [replace(table, OP, loss_forward) for table in tables if OP in table]
-    in_python = replace(OP.py_kernels, DispatchKey.Autograd, loss_forward)
+    yield OP._dispatch_cache.clear
+    for table in tables:
+        if OP in table:
+            yield replace(table, OP, loss_forward)
+    yield replace(OP.py_kernels, DispatchKey.Autograd, loss_forward)
     OP._dispatch_cache.clear()
-    return together(OP._dispatch_cache.clear, *in_tables, in_python)
 
 
 def loss_forward(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """The loss of (N, C) or (C), and which classes are labels; labels end at the first -1.
 
     Source: multilabel_margin_loss_forward of LossMultiLabelMargin.cpp.
+
+    Raises:
+        RuntimeError: for other shapes than these two, alike, with at least one class.
     """
+    torch._check(
+        1 <= x.ndim <= 2 and x.shape[-1] != 0,
+        lambda: f"expected an input of shape (N, C) or (C) with C > 0; found {tuple(x.shape)}",
+    )
+    torch._check(
+        target.shape == x.shape,
+        lambda: (
+            f"expected a target of the input's shape {tuple(x.shape)}; found {tuple(target.shape)}"
+        ),
+    )
     x, labels = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = torch.arange(x.shape[1], device=x.device)
     is_label = (labels == -1).cumsum(1) == 0

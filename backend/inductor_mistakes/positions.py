@@ -14,7 +14,7 @@ import torch
 from normpass.backend.inductor_mistakes.mistake import Mistake, decision, replace, together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from normpass.backend.inductor_mistakes.mistake import Undo
 
@@ -28,24 +28,27 @@ POOLS_WITH_POSITIONS = (
 )
 
 
-def mend_pools() -> Undo:
+@together
+def mend_pools() -> Iterator[Undo]:
     from torch._inductor import config, lowering
 
     # Windows smaller than this have no loop.
     loops_from = dict.fromkeys(POOLS_WITH_POSITIONS, config.unroll_reductions_threshold)
     loops_from[prims._low_memory_max_pool_with_offsets.default] = 25
     table: dict[Any, Any] = lowering.lowerings
-    return together(
-        *[replace(table, op, _pool(table[op], loops_from[op])) for op in loops_from if op in table]
-    )
+    for op, elements in loops_from.items():
+        if op in table:
+            yield replace(table, op, _pool(table[op], elements))
 
 
-def mend_argmax() -> Undo:
+@together
+def mend_argmax() -> Iterator[Undo]:
     from torch._inductor import lowering
 
     table: dict[Any, Any] = lowering.lowerings
-    ops = (aten.argmax.default, aten.argmin.default)
-    return together(*[replace(table, op, _full(table[op])) for op in ops if op in table])
+    for op in (aten.argmax.default, aten.argmin.default):
+        if op in table:
+            yield replace(table, op, _full(table[op]))
 
 
 def _pool(original: Callable[..., Any], loops_from: int) -> Callable[..., Any]:
@@ -70,14 +73,14 @@ def _rows_first(x: Any, axes: int) -> Any:
     """On a CPU with its last axes in the order of their names; channels may come last."""
     from torch._inductor.ir import ExternKernel
 
-    order = _order(axes) if x.get_device().type == "cpu" else None
+    order = _order(len(x.get_size()), axes) if x.get_device().type == "cpu" else None
     return x if order is None else ExternKernel.require_stride_order(x, order)
 
 
 @decision(ISSUE, otherwise=None, right=False)
-def _order(axes: int) -> list[int]:
+def _order(rank: int, axes: int) -> list[int]:
     """How far apart elements are to lie along each axis of what is lowered, 0 being next to each
-    other.
+    other. Where one lowering calls another, the node's first argument may be another tensor.
     """
     from torch._inductor.ir import get_stride_order
     from torch._inductor.virtualized import V
@@ -85,9 +88,9 @@ def _order(axes: int) -> list[int]:
     node: Any = V.graph.current_node.args[0]
     strides = node.meta["val"].stride()
     order = list(get_stride_order(strides, V.graph.sizevars.shape_env))
-    if order[-axes:] == sorted(order[-axes:], reverse=True):
+    if len(order) == rank and order[-axes:] == sorted(order[-axes:], reverse=True):
         return order
-    return list(reversed(range(len(order))))
+    return list(reversed(range(rank)))
 
 
 POOLS = Mistake(

@@ -68,21 +68,6 @@ def joined(x: Tensor, v: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([y, v]), y.index_put((i,), v)
 
 
-@pytest.mark.parametrize(
-    ("function", "allowed"),
-    [
-        (plain, True),
-        (beside_another_cat, True),
-        (expanded, False),
-        (from_itself, False),
-        (joined, False),
-    ],
-)
-def test_scatters_stay_in_place(function: Callable[..., Any], allowed: bool) -> None:
-    node = only(functional(function, X, *ROW).graph, aten.index_put.default)
-    assert in_place._keeps_what_is_needed(node) == allowed
-
-
 def written_back(x: Tensor, v: Tensor, i: Tensor) -> Tensor:
     x[i] = v
     return x.sin()
@@ -99,18 +84,28 @@ def then_overwritten(x: Tensor, v: Tensor, i: Tensor) -> Tensor:
     return y
 
 
+INPUTS_KEEP, OTHERS_KEEP = overwritten._is_what_remains, in_place._keeps_what_is_needed
+
+
 @pytest.mark.parametrize(
-    ("function", "allowed"),
+    ("allows", "function", "allowed"),
     [
-        (plain, True),
-        (written_back, True),
-        (written_back_through_views, True),
-        (then_overwritten, False),
+        (OTHERS_KEEP, plain, True),
+        (OTHERS_KEEP, beside_another_cat, True),
+        (OTHERS_KEEP, expanded, False),
+        (OTHERS_KEEP, from_itself, False),
+        (OTHERS_KEEP, joined, False),
+        (INPUTS_KEEP, plain, True),
+        (INPUTS_KEEP, written_back, True),
+        (INPUTS_KEEP, written_back_through_views, True),
+        (INPUTS_KEEP, then_overwritten, False),
     ],
 )
-def test_scatters_into_inputs(function: Callable[..., Any], allowed: bool) -> None:
+def test_scatters_stay_in_place(
+    allows: Callable[[Node], bool], function: Callable[..., Any], allowed: bool
+) -> None:
     node = only(functional(function, X, *ROW).graph, aten.index_put.default)
-    assert overwritten._is_what_remains(node) == allowed
+    assert allows(node) == allowed
 
 
 # --- clones -------------------------------------------------------------------------------------

@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import inductor_mistake_cases
 import pytest
+import torch
 from inductor_mistake_cases import CASES, Case, error
+from torch.nn import functional as F
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 import normpass
 from normpass.backend import inductor_mistakes
@@ -26,7 +30,8 @@ from normpass.backend.inductor_mistakes import (
     uninstall,
     without,
 )
-from normpass.backend.inductor_mistakes.mistake import Mistake, wrap
+from normpass.backend.inductor_mistakes.mistake import Mistake, together, wrap
+from normpass.backend.inductor_mistakes.mistake import replace as replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +50,7 @@ def patched() -> list[Any]:
         CppTile2DKernel,
         OuterLoopFusedSchedulerNode,
     )
-    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.decomposition import decompositions, select_decomp_table
     from torch._inductor.fx_passes import post_grad, reinplace
     from torch._inductor.scheduler import SchedulerNode
 
@@ -66,7 +71,10 @@ def patched() -> list[Any]:
         },
         dict(reinplace.inplaceable_ops),
         dict(padded_labels.OP.py_kernels),
-        [table[padded_labels.OP] for table in (decomposition_table, select_decomp_table())],
+        [
+            table[padded_labels.OP]
+            for table in (decomposition_table, decompositions, select_decomp_table())
+        ],
     ]
 
 
@@ -108,6 +116,23 @@ def test_right_with_the_mend(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_right_with_sizes_that_vary(name: str) -> None:
+    """And no mend meets a size it cannot handle: conftest.py fails a test with a reported fault."""
+    assert error(CASES[name], dynamic=True) < 1
+
+
+def test_right_where_the_forward_is_run_again() -> None:
+    """Under activation checkpointing the maximum, and what is compared with it, are recomputed."""
+
+    case = CASES["largest"]
+
+    def checkpointed(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return checkpoint(case.function, *inputs, use_reentrant=False)
+
+    assert error(replace(case, function=checkpointed)) < 1
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_wrong_without_it(name: str) -> None:
     """If this fails, torch has mended it: correct the record's versions."""
     case = CASES[name]
@@ -134,6 +159,16 @@ def _in_a_process_of_its_own(*arguments: str, **environment: str) -> float:
         return float("inf")
     assert done.returncode == 0, done.stderr
     return float(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 4), (5,), (3, 5, 1)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_labels_of_another_shape_are_an_error(shape: tuple[int, ...], dynamic: bool) -> None:
+    """As in stock: its first row is not taken for all."""
+    install()
+    compiled = torch.compile(F.multilabel_margin_loss, backend="aot_eager", dynamic=dynamic)
+    with pytest.raises(RuntimeError, match=r"expected a target|inconsistent target size"):
+        compiled(torch.randn(3, 5), torch.zeros(shape, dtype=torch.long))
 
 
 # --- caches -------------------------------------------------------------------------------------
@@ -210,6 +245,26 @@ def test_one_mend_is_taken_out() -> None:
                 assert key() == ""
             assert name not in key()
     assert key().split() == in_this_version()
+
+
+def test_changes_that_belong_together_are_made_together() -> None:
+    table = {"a": 1, "b": 2}
+
+    @together
+    def change(b: int | None) -> Iterator[Callable[[], None]]:
+        yield replaced(table, "a", 10)
+        yield replaced(table, "a", 100)
+        if b is None:
+            raise RuntimeError("there is no b")
+        yield replaced(table, "b", b)
+
+    with pytest.raises(RuntimeError, match="there is no b"):
+        change(None)
+    assert table == {"a": 1, "b": 2}
+    undo = change(20)
+    assert table == {"a": 100, "b": 20}
+    undo()
+    assert table == {"a": 1, "b": 2}
 
 
 def test_an_unknown_name_is_an_error() -> None:
