@@ -28,7 +28,7 @@ THREADS = 2
 CALLS = 200
 # Seconds after which a process is killed, because what wrong code wrote may make a thread wait for
 # ever: with its compilation, and once it has compiled.
-FIRST_CALL, LATER_CALLS = 300, 30
+FIRST_CALL, LATER_CALLS = 120, 30
 
 
 @dataclass(frozen=True)
