@@ -2,7 +2,8 @@
 bottom.
 
     Dynamo graph -> AOTAutograd with our decompositions -> forward and backward graph -> FusionPass:
-    regions -> kernels start to compile -> one op each -> the rest compiled by Inductor.
+    regions, one op each -> Inductor lays out the rest -> a region's tensors are settled and its
+    kernel starts to compile -> the rest compiled by Inductor.
 
 Uses of torch._inductor here (compile_fx with decompositions and config_patches, CustomGraphPass,
 list_mode_options) were checked on torch 2.11, 2.13 and 2.15.
@@ -21,16 +22,17 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from normpass.backend import dump, inductor_call, inductor_mistakes, record, toolchain
-from normpass.backend.op import region_op
+from normpass.backend.memory_format import as_expected
+from normpass.backend.op import print_for, region_op
 from normpass.backend.options import Options
 from normpass.backend.plan import make_plan
-from normpass.backend.runtime import kernel, print_kernel
+from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import digest, registry
 from normpass.decomps.activate import is_registered, without_ours
 from normpass.decomps.inductor_state import as_tuple
 from normpass.passes import faults
-from normpass.passes.pipeline import Decision, Fused, fuse_graph
+from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -157,19 +159,29 @@ class FusionPass(CustomGraphPass):
             graph,
             region_op,
             least_bytes=self.settings.least_bytes,
+            lay_out=self._lay_out(graph),
             accept=self._accept,
             rounded=self.settings.inner == "inductor" and inductor_call.rounds_everywhere(),
         )
-        with faults.survived("the start of kernels", "a graph", "They are built when they run"):
-            for decision in decisions:
-                _start(decision)
         if self.settings.inner == "inductor":
             inductor_call.install()
+        else:
+            with faults.survived("the start of kernels", "a graph", "They are built when they run"):
+                _start(decisions)
         with faults.survived("the record of what was fused", "a graph", "Reports lack it"):
             record.decisions(decisions)
             record.after(before, graph, decisions)
             dump.graph(self.settings.debug, "30_fused", graph, number)
             dump.kernels(self.settings.debug, decisions, number)
+
+    def _lay_out(self, graph: Graph) -> LayOut:
+        """How Inductor is expected to lay out the tensors of regions."""
+        if self.settings.inner == "inductor":
+            with faults.survived(
+                "foretelling where tensors lie", "a graph", "They are settled later"
+            ):
+                return as_expected(graph)
+        return lambda lowered: lowered
 
     def _accept(self, lowered: Lowered, estimate: Estimate) -> str | None:
         """The backend's say on a region: a reason against it, or None."""
@@ -231,20 +243,10 @@ def _accept(lowered: Lowered, estimate: Estimate) -> str | None:
     if passes > estimate.levels + 1:
         return f"{passes} passes over memory, where Inductor needs {estimate.levels + 1}"
     try:
-        _print(text, device)
+        print_for(text, device)
     except NotImplementedError as error:
         return str(error)
     return None
-
-
-def _print(text: str, device: str) -> None:
-    """A region's kernel in the dialect of its device; kept for when it is launched."""
-    if device == "cpu":
-        print_kernel(text)
-    elif device == "cuda":
-        from normpass.backend import launch_triton
-
-        launch_triton.kernel(text)
 
 
 def _accept_if_it_pays(lowered: Lowered, estimate: Estimate) -> str | None:
@@ -260,10 +262,11 @@ def _accept_if_it_pays(lowered: Lowered, estimate: Estimate) -> str | None:
     return _accept(lowered, estimate)
 
 
-def _start(decision: Decision) -> None:
-    """Begins to compile a region's kernel while Inductor compiles the rest."""
-    if isinstance(decision, Fused) and decision.device == "cpu":
-        kernel(decision.text)
+def _start(decisions: Sequence[Decision]) -> None:
+    """Begins to compile the kernels of a graph that nothing lowers."""
+    for decision in decisions:
+        if isinstance(decision, Fused) and decision.device == "cpu":
+            kernel(decision.text)
 
 
 def source_digest() -> str:

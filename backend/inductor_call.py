@@ -18,7 +18,10 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from normpass.backend.op import region_op
+from normpass.backend.memory_format import Wishes, settled
+from normpass.backend.op import print_for, region_op
+from normpass.backend.runtime import kernel
+from normpass.passes import faults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,9 +62,32 @@ def rounds_everywhere() -> bool:
     return bool(config.emulate_precision_casts)
 
 
+def _settled(
+    text: str, sizes: Sequence[Any], inputs: Sequence[Any], graph: Any
+) -> tuple[str, Sequence[Any]]:
+    """A region's text and sizes where its tensors lie now; as they are if there is no kernel for
+    that, and then its inputs are copied.
+    """
+    wishes = Wishes(graph.nodes_prefer_channels_last, graph.user_visible_output_strides)
+    new = settled(text, sizes, inputs, graph.current_node, wishes)
+    try:
+        print_for(new[0], inputs[0].get_device().type)
+    except NotImplementedError as error:
+        log.info("the tensors of a region are copied: %s", error)
+        return text, sizes
+    return new
+
+
+def _start(text: str, device: str) -> None:
+    """Begins to compile a region's kernel while Inductor goes on."""
+    if device == "cpu":
+        kernel(text)
+
+
 def _install() -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
     from torch.utils._pytree import tree_map
 
     class RegionKernel(ir.FallbackKernel):
@@ -76,5 +102,13 @@ def _install() -> None:
 
     @register_lowering(region_op, type_promotion_kind=None)
     def lower(inputs: Sequence[Any], sizes: Sequence[Any], text: str) -> Any:
+        inputs = [ir.ExternKernel.realize_input(x) for x in inputs]
+        for x in inputs:
+            if ir.is_storage_and_layout(x):
+                ir.as_storage_and_layout(x, freeze=True)
+        with faults.survived("settling where its tensors lie", "a region", "They are copied"):
+            text, sizes = _settled(text, sizes, inputs, V.graph)
+        with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
+            _start(text, inputs[0].get_device().type)
         results = RegionKernel.create(region_op, inputs, sizes, text)
         return tree_map(ir.TensorBox.create, results)

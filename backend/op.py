@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.backend.reference import evaluate
-from normpass.backend.runtime import kernel
+from normpass.backend.runtime import kernel, print_kernel
 from normpass.passes.region import parse
 
 if TYPE_CHECKING:
@@ -40,6 +40,20 @@ def _gpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tens
     from normpass.backend import launch_triton
 
     return launch_triton.kernel(text)(inputs, sizes)
+
+
+def print_for(text: str, device: str) -> None:
+    """A region's kernel in the dialect of a device; kept for when it is launched.
+
+    Raises:
+        NotImplementedError: where there is none; the message says why.
+    """
+    if device == "cpu":
+        print_kernel(text)
+    elif device == "cuda":
+        from normpass.backend import launch_triton
+
+        launch_triton.kernel(text)
 
 
 def _anywhere(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:

@@ -55,6 +55,7 @@ class Refused:
 
 
 Decision = Fused | Refused
+LayOut = Callable[[Lowered], Lowered]
 Accept = Callable[[Lowered, Estimate], "str | None"]
 
 
@@ -63,6 +64,7 @@ def fuse_graph(
     op: Callable[..., object],
     *,
     least_bytes: int | None = None,
+    lay_out: LayOut = lambda lowered: lowered,
     accept: Accept = lambda lowered, cost: None,
     rounded: bool = False,
 ) -> list[Decision]:
@@ -70,11 +72,12 @@ def fuse_graph(
 
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
-    device. accept: the backend's say: a reason against a region, or None. rounded: whether results
+    device. lay_out: the region with its tensors laid out as the backend will have them. accept: the
+    backend's say: a reason against a region, or None. rounded: whether results
     in half precision are rounded where they arise, as in eager mode, or only where they are stored.
     """
     decisions: list[Decision] = []
-    judge = Judge(graph, op, least_bytes, accept, rounded)
+    judge = Judge(graph, op, least_bytes, lay_out, accept, rounded)
     try:
         _fuse_all(graph, judge, decisions)
     except Exception as error:  # a fault of ours, of whatever kind, must not cost a user's run
@@ -134,6 +137,7 @@ class Judge:
     graph: Graph
     op: Callable[..., object]
     least_bytes: int | None
+    lay_out: LayOut
     accept: Accept
     rounded: bool
 
@@ -148,6 +152,8 @@ class Judge:
             lowered = lower(label[0], nodes, grown.domain, rounded=self.rounded)
             if not has_inner_reduction(lowered):
                 return None
+            attempt.stage = "laying out its tensors"
+            lowered = self.lay_out(lowered)
             attempt.stage = "weighing"
             cost = estimate(lowered, nodes)
             reason = refusal(lowered, cost, least_bytes=self.least_bytes)

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tracing import trace
 
-from normpass.backend import dump, entry, launch_triton, record, runtime
+from normpass.backend import dump, entry, inductor_call, launch_triton, record, runtime
 from normpass.backend.codegen import cpp
 from normpass.backend.codegen import triton as triton_generator
 from normpass.backend.codegen.triton_stages import UnsupportedPlanError
@@ -63,6 +63,11 @@ PER_GRAPH: dict[str, tuple[object, str, str]] = {
     "build": (entry, "_start", "the start of kernels"),
     "record": (record, "decisions", "the record of what was fused"),
     "dump": (dump, "kernels", "the record of what was fused"),
+}
+IN_LOWERING: dict[str, tuple[object, str, str]] = {
+    "foretold": (entry, "as_expected", "foretelling where tensors lie"),
+    "settled": (inductor_call, "settled", "settling where its tensors lie"),
+    "start": (inductor_call, "_start", "the start of a kernel"),
 }
 
 
@@ -135,6 +140,16 @@ def test_a_fault_in_a_graph_leaves_it_to_inductor(
     owner, function, stage = PER_GRAPH[name]
     monkeypatch.setattr(owner, function, fail)
     survive(70 + [*PER_GRAPH].index(name), caplog, stage, inner="eager", debug=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", IN_LOWERING)
+def test_a_fault_in_lowering_costs_no_fusion(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, function, stage = IN_LOWERING[name]
+    monkeypatch.setattr(owner, function, fail)
+    decisions = survive(80 + [*IN_LOWERING].index(name), caplog, stage)
+    assert {type(decision) for decision in decisions} == {Fused}
 
 
 def test_one_region_at_fault_takes_nothing_else_with_it(

@@ -1,0 +1,202 @@
+"""The tensors of a region lie as Inductor lays out what stands beside it: nothing is copied that
+stock Inductor does not copy as well, and numbers are right.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import ir
+from torch.nn import functional as F
+
+from normpass.backend import layouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+SIZE = 12
+
+
+class Residual(nn.Module):
+    """As in a ResNet: n c h w -> n d h/s w/s"""
+
+    def __init__(self, channels: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        self.short = nn.Conv2d(channels, out, 1, stride) if stride != 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.short(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.blocks = nn.Sequential(Residual(8, 8), Residual(8, 16, 2))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class ConvNeXt(nn.Module):
+    """A stem and blocks of depthwise convolution, LayerNorm over channels and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 2, 2)
+        self.deep = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.wide = nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
+        self.narrow = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for conv, norm, wide, narrow in zip(
+            self.deep, self.norms, self.wide, self.narrow, strict=True
+        ):
+            y = norm(conv(x).permute(0, 2, 3, 1))
+            x = x + narrow(F.gelu(wide(y))).permute(0, 3, 1, 2)
+        return self.head(x.mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Down and up again with a concatenation, GroupNorm and SiLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm1, self.norm2 = nn.GroupNorm(2, 8), nn.GroupNorm(4, 16)
+        self.norm3 = nn.GroupNorm(4, 24)
+        self.down = nn.Conv2d(8, 16, 3, 2, 1)
+        self.up = nn.Conv2d(16, 16, 3, padding=1)
+        self.leave = nn.Conv2d(24, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.norm1(self.enter(x)))
+        y = F.silu(self.norm2(self.down(x)))
+        y = self.up(F.interpolate(y, scale_factor=2))
+        return self.leave(F.silu(self.norm3(torch.cat([x, y], 1))))
+
+
+class Speech(nn.Module):
+    """One-dimensional: Conv1d, GroupNorm, InstanceNorm and SiLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv1d(1, 8, 5, 2, 2), nn.GroupNorm(2, 8), nn.SiLU()),
+            *(nn.Conv1d(8, 16, 5, 2, 2), nn.InstanceNorm1d(16, affine=True), nn.SiLU()),
+            nn.Conv1d(16, 5, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "resnet": ResNet,
+    "convnext": ConvNeXt,
+    "unet": UNet,
+    "speech": Speech,
+}
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is copied for the sake of its layout: by Inductor's code, and before our kernels."""
+    seen: list[str] = []
+
+    def counted(owner: Any, name: str, kind: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def counting(*args: Any) -> Any:
+            result = original(*args)
+            if kind == "inductor" or result is not args[0]:
+                seen.append(kind)
+            return result
+
+        monkeypatch.setattr(owner, name, counting)
+
+    counted(ir.ExternKernel, "copy_input", "inductor")
+    counted(layouts, "_relaid_out", "region")
+    return seen
+
+
+def gradients(function: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
+    y = function(x)
+    return [y, *torch.autograd.grad(y, list(net.parameters()), (3 * y).sin())]
+
+
+def images(net: str, batch: int, memory_format: torch.memory_format, dynamic: bool) -> Tensor:
+    """dynamic: of any batch. (Any height and width are too much for stock Inductor's ConvNeXt.)"""
+    if net == "speech":
+        x = torch.randn(batch, 1, 64, dtype=torch.float64)
+    else:
+        x = torch.randn(batch, 3, SIZE, SIZE, dtype=torch.float64)
+        x = x.to(memory_format=memory_format)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def compiled(net: nn.Module, backend: str) -> Any:
+    options: dict[str, Any] = {"fx_graph_cache": False}
+    if backend == "normpass":
+        options = {"inductor": options, "least_bytes": 0}
+    return torch.compile(net, backend=backend, options=options)
+
+
+CASES = [
+    pytest.param(
+        name,
+        memory_format,
+        dynamic,
+        marks=[pytest.mark.sweep] if dynamic and name != "resnet" else [],
+        id=f"{name}-{str(memory_format).partition('.')[2]}{'-any batch' if dynamic else ''}",
+    )
+    for name in NETS
+    for memory_format in (torch.contiguous_format, torch.channels_last)
+    for dynamic in (False, True)
+    if name != "speech" or memory_format is torch.contiguous_format  # there is no other for it
+]
+
+
+@pytest.mark.parametrize(("name", "memory_format", "dynamic"), CASES)
+def test_nothing_more_is_copied_than_by_inductor(
+    name: str, memory_format: torch.memory_format, dynamic: bool, copied: list[str]
+) -> None:
+    net = NETS[name]().double().to(memory_format=memory_format)
+    x = images(name, 2, memory_format, dynamic)
+    right = gradients(net, net, x)
+    gradients(compiled(net, "inductor"), net, x)
+    stock = len(copied)
+    copied.clear()
+    torch._dynamo.reset()
+    counters.clear()
+    function = compiled(net, "normpass")
+    for found, want in zip(gradients(function, net, x), right, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-11)
+    assert "region" not in copied
+    assert len(copied) <= stock
+    fused = [what for what in counters["normpass"] if what.startswith("fused")]
+    assert fused
+    if dynamic:
+        x = images(name, 3, memory_format, dynamic)
+        for found, want in zip(gradients(function, net, x), gradients(net, net, x), strict=True):
+            torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-11)
+        assert "region" not in copied
