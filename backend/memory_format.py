@@ -109,11 +109,12 @@ def _expected(node: Node, wishes: Wishes) -> Strides:
     if node.op != "placeholder" and node in wishes.channels_last:
         return channels_last(node)
     if node.target is operator.getitem:
-        call: Any = node.args[0]
+        arguments: Any = node.args
+        call, k = arguments
         if getattr(call.target, "namespace", "") == "normpass":
             region = parse(call.args[2])
             sizes = [extent_of(s.meta["val"] if isinstance(s, Node) else s) for s in call.args[1]]
-            return Layouts(region, sizes).strides(region.outputs[node.args[1]].buffer)
+            return Layouts(region, sizes).strides(region.outputs[k].buffer)
     return traced(node)
 
 
@@ -197,7 +198,10 @@ class Layouts:
     def strides(self, buffer: Buffer) -> Strides:
         if buffer.strides is None:
             return self.contiguous(buffer)
-        return tuple(sympy.sympify(self.extents.get(s, s)) for s in buffer.strides)
+        return tuple(
+            sympy.sympify(self.extents[step] if isinstance(step, str) else step)
+            for step in buffer.strides
+        )
 
     def named(self, stride: sympy.Expr) -> Stride:
         """A stride as a number, or as the name of a size that is known at run time."""
