@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from normpass.passes.axis_names import LOCAL_NAMES, name_axes, reduced_axes
 from normpass.passes.domain import NotExpressible, extent_of, step_of
+from normpass.passes.escapes import outputs_of
 from normpass.passes.region import Arg, Axis, Buffer, Output, Region, Stride, verify
 from normpass.passes.vocabulary import (
     ADDITIONS,
@@ -66,33 +67,6 @@ def lower(name: str, nodes: Sequence[Node], domain: Domain, *, rounded: bool = F
         NotLowered: with the reason.
     """
     return _Lowering(name, nodes, domain, rounded=rounded).run()
-
-
-def outputs_of(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes whose results are needed outside; a view's result is its source's, looked at
-    outside.
-    """
-    inside = set(nodes)
-    return [
-        node
-        for node in nodes
-        if kind_of(node) is not Kind.VIEW
-        and isinstance(node.meta["val"], torch.Tensor)
-        and any(
-            isinstance(arg.meta.get("val"), torch.Tensor | tuple) for arg in node.all_input_nodes
-        )
-        and _escapes(node, inside)
-    ]
-
-
-def _escapes(node: Node, inside: set[Node]) -> bool:
-    """Whether somebody outside reads a node, directly or through a view (views are free to repeat
-    outside).
-    """
-    return any(
-        user not in inside or (kind_of(user) is Kind.VIEW and _escapes(user, inside))
-        for user in node.users
-    )
 
 
 class _Lowering:

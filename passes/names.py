@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.passes.regions import hint
+from normpass.passes.sizes import hint
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:

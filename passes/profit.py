@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from normpass.passes.regions import hint
+import torch
+
 from normpass.passes.rewrite import locate
-from normpass.passes.vocabulary import Kind, kind_of, step_of_sum
+from normpass.passes.sizes import hint, nbytes
+from normpass.passes.vocabulary import IDENTITY, VIEWS, Kind, kind_of, step_of_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from torch.fx import Node
 
@@ -23,28 +25,25 @@ if TYPE_CHECKING:
 LEAST_BYTES = {"cpu": 2 * 1024 * 1024, "cuda": 4 * 1024 * 1024}
 
 
+# What fusing saves is seldom more than this part of what is moved at least: so much may at most be
+# moved for the region's sake alone.
+MOST_FOR_ITS_SAKE = 0.1
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Bytes to and from memory, at the sizes the graph was traced with.
 
     least: every input read once, every output written once. What a kernel really moves depends on
     its plan: backend/traffic.py. levels: how many reductions wait for one another. sizes: the
-    region's run-time sizes in the example.
+    region's run-time sizes in the example. for_its_sake: what Inductor would compute where it is
+    used, and has to write and the region to read.
     """
 
     least: int
     levels: int
     sizes: tuple[int, ...]
-
-
-def nbytes(node: Node) -> int:
-    """The bytes of a node's tensor that memory holds (an expanded one repeats some)."""
-    tensor = node.meta["val"]
-    count = tensor.dtype.itemsize
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if not (isinstance(stride, int) and stride == 0):
-            count *= hint(size)
-    return count
+    for_its_sake: int = 0
 
 
 def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
@@ -52,7 +51,21 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     least = sum(nbytes(node) for node in (*lowered.inputs, *lowered.outputs))
     measures = [locate(size, lowered.inputs) for size in lowered.sizes]
     sizes = tuple(hint(measure.value) // measure.divisor for measure in measures)
-    return Estimate(least, levels(nodes), sizes)
+    inside = set(nodes)
+    for_its_sake = sum(2 * nbytes(x) for x in lowered.inputs if _only_computed_for(x, inside))
+    return Estimate(least, levels(nodes), sizes, for_its_sake)
+
+
+def _only_computed_for(node: Node, inside: Container[Node]) -> bool:
+    """Whether a region's input is pointwise and needed by nothing that would have it in memory."""
+    source = node
+    while source.target in VIEWS:
+        source = source.all_input_nodes[0]
+    tags = getattr(source.target, "tags", ())
+    return (torch.Tag.pointwise in tags or source.target in IDENTITY) and all(
+        user in inside or torch.Tag.pointwise in getattr(user.target, "tags", ())
+        for user in source.users
+    )
 
 
 def levels(nodes: Sequence[Node]) -> int:
@@ -75,6 +88,11 @@ def refusal(lowered: Lowered, estimate: Estimate, *, least_bytes: int | None = N
         return f"no kernels for {device} tensors (expected cpu or cuda)"
     if estimate.least < floor:
         return f"too small: {estimate.least} bytes, a kernel of its own pays from {floor}"
+    if least_bytes is None and estimate.for_its_sake > MOST_FOR_ITS_SAKE * estimate.least:
+        return (
+            f"{estimate.for_its_sake} of {estimate.least} bytes only for a kernel of its own: "
+            "Inductor computes what they hold where it is used"
+        )
     return None
 
 

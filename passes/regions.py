@@ -11,15 +11,16 @@ every norm has and a plain sum has not.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from normpass.passes.domain import Domain, NotExpressible
-from normpass.passes.vocabulary import DTYPES, Kind, kind_of
+from normpass.passes.sizes import hint
+from normpass.passes.vocabulary import DTYPES, RANDOM, Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch.fx import Graph, Node
 
@@ -84,17 +85,29 @@ def mutates(node: Node) -> bool:
 
 
 def fusable(node: Node) -> bool:
-    """Whether a region may hold this node at all."""
-    kind = kind_of(node)
-    if kind is Kind.OTHER:
+    """Whether a region may hold this node at all.
+
+    What is computed from integers stays outside (the mask of `iota <= iota`), and so does what is
+    made of random numbers: Inductor draws them where they are used, and a region would have them
+    written.
+    """
+    if kind_of(node) is Kind.OTHER:
         return False
+    return all(map(_is_float_or_truth, _tensors(node))) and all(
+        arg.target not in RANDOM and all(map(_is_float_or_truth, _tensors(arg)))
+        for arg in node.all_input_nodes
+        if not isinstance(arg.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+    )
+
+
+def _tensors(node: Node) -> Sequence[Any]:
     values = node.meta.get("val")
-    tensors = values if isinstance(values, tuple | list) else [values]
-    return all(
-        isinstance(tensor, torch.Tensor)
-        and tensor.dtype in DTYPES
-        and tensor.layout is torch.strided
-        for tensor in tensors
+    return values if isinstance(values, tuple | list) else [values]
+
+
+def _is_float_or_truth(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.dtype in DTYPES and value.layout is torch.strided
     )
 
 
@@ -102,13 +115,6 @@ def seeds(graph: Graph) -> list[Node]:
     """Reductions, those over the largest domain first."""
     found = [node for node in graph.nodes if kind_of(node) is Kind.REDUCTION and fusable(node)]
     return sorted(found, key=lambda node: -hint(node.all_input_nodes[0].meta["val"].numel()))
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """A size's value, or its example's where it is symbolic."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.hint is not None else 1024
 
 
 class Grower:

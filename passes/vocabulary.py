@@ -80,6 +80,13 @@ FUNCTIONS: dict[Any, str] = {
     aten.where.ScalarSelf: "where",
 }
 
+_CHEAP = frozenset(
+    {
+        *("add", "mul", "neg", "abs", "maximum", "minimum", "where"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
+    }
+)
+
 # Truth values that are added are a truth value again.
 ADDITIONS = frozenset({aten.add.Tensor, aten.add.Scalar})
 
@@ -186,6 +193,27 @@ REDUCTIONS: dict[Any, str] = {
     aten.var.correction: "var",
     aten.var_mean.correction: "var_mean",
 }
+
+# What takes less time than reading its arguments from memory.
+CHEAP = frozenset(
+    {
+        *(target for target, fn in FUNCTIONS.items() if fn in _CHEAP),
+        *IDENTITY,
+        *CONSTANTS,
+        *(aten.add.Tensor, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.square.default),
+        *(aten.relu.default, aten.clamp.default, aten.addcmul.default),
+    }
+)
+
+# Operators that draw numbers, where Inductor has not made a function of a seed of them.
+RANDOM = frozenset(
+    {
+        inductor_prims.random,
+        inductor_prims.randint,
+        *(aten.rand.default, aten.rand_like.default, aten.randn.default, aten.randn_like.default),
+        *(aten.bernoulli.p, aten.bernoulli.default),
+    }
+)
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 DTYPES = FLOATS | {torch.bool}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from typing import Any
 
 import orders
@@ -15,7 +16,8 @@ def third_order() -> str:
 
 
 def in_a_child(queue: Any, wanted: bool) -> None:
-    """Registers if that is wanted, and says what holds here."""
+    """Registers if that is wanted, and says what holds here. One that hangs says where."""
+    faulthandler.dump_traceback_later(100, exit=True)
     if wanted:
         register(eager=True)
     queue.put((is_registered(), third_order()))

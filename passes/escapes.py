@@ -1,0 +1,118 @@
+"""What leaves a region: results that somebody outside needs and the region has to write, and those
+that are better computed again where they are needed.
+
+A fused op writes its results to memory, where Inductor computes a pointwise value wherever it is
+used. So a value is not written for a reader that takes few of its elements (the gather of a cross
+entropy) or that could read what it is computed from at less cost (a cast, a normalized activation
+whose reader is pointwise): its nodes stay in the graph, over what the region reads and the
+statistics that it writes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.passes.sizes import hint, nbytes
+from normpass.passes.vocabulary import CHEAP, Kind, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from torch.fx import Node
+
+aten = torch.ops.aten
+
+GATHERS = (aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor)
+# Of a value that is gathered from: at most so large a part of it is read.
+FEW = 1 / 8
+# A value that is computed again costs at most so many operations an element.
+MOST_OPERATIONS = 4
+
+
+def outputs_of(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes of a region whose results it writes; a view's result is its source's, looked at
+    outside.
+    """
+    again = recomputed(nodes)
+    inside = set(nodes) - again
+    return [
+        node for node in nodes if node not in again and _is_value(node) and readers(node, inside)
+    ]
+
+
+def recomputed(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes that stay in the graph, and what they are computed from up to the region's inputs
+    and reductions.
+    """
+    inside: set[Node] = set(nodes)
+    again: set[Node] = set()
+    free = inside - {node for node in nodes if _must_be_written(readers(node, inside))}
+    for node in nodes:
+        outside = readers(node, inside)
+        if outside and node in free and kind_of(node) is Kind.POINTWISE and _is_value(node):
+            below = cone(node, free)
+            if _is_better_recomputed(node, outside, below):
+                again |= below
+    return again
+
+
+def readers(node: Node, inside: Container[Node]) -> list[Node]:
+    """Who reads a node outside, directly or through a view (views are free to repeat outside)."""
+    found = []
+    for user in node.users:
+        if user not in inside:
+            found.append(user)
+        elif kind_of(user) is Kind.VIEW:
+            found += readers(user, inside)
+    return found
+
+
+def cone(node: Node, inside: Container[Node]) -> set[Node]:
+    """A node and the pointwise nodes and views among these that it is computed from."""
+    found: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node in inside and kind_of(node) in (Kind.POINTWISE, Kind.VIEW) and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _is_value(node: Node) -> bool:
+    return (
+        kind_of(node) is not Kind.VIEW
+        and isinstance(node.meta["val"], torch.Tensor)
+        and any(
+            isinstance(arg.meta.get("val"), torch.Tensor | tuple) for arg in node.all_input_nodes
+        )
+    )
+
+
+def _must_be_written(outside: Sequence[Node]) -> bool:
+    """Whether one of the readers is no loop of Inductor's: a matrix product, or the caller."""
+    return any(
+        kind_of(user) not in (Kind.POINTWISE, Kind.REDUCTION) and user.target not in GATHERS
+        for user in outside
+    )
+
+
+def _is_better_recomputed(node: Node, outside: Sequence[Node], again: set[Node]) -> bool:
+    """again: the nodes that would be."""
+    if all(map(_reads_little, outside)):
+        return True
+    operations = [each for each in again if kind_of(each) is Kind.POINTWISE]
+    if len(operations) > MOST_OPERATIONS or any(each.target not in CHEAP for each in operations):
+        return False
+    sources = {arg for each in again for arg in each.all_input_nodes} - again
+    read = sum(nbytes(arg) for arg in sources if isinstance(arg.meta.get("val"), torch.Tensor))
+    return read < 2 * nbytes(node)
+
+
+def _reads_little(user: Node) -> bool:
+    if user.target not in GATHERS:
+        return False
+    size, source = user.meta["val"].numel(), user.all_input_nodes[0].meta["val"].numel()
+    return hint(size) <= FEW * hint(source)

@@ -1,0 +1,26 @@
+"""How large a graph's tensors are, in the example that it was traced with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch.fx import Node
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size's value, or its example's where it is symbolic."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.hint is not None else 1024
+
+
+def nbytes(node: Node) -> int:
+    """The bytes of a node's tensor that memory holds (an expanded one repeats some)."""
+    tensor = node.meta["val"]
+    count: int = tensor.dtype.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if not (isinstance(stride, int) and stride == 0):
+            count *= hint(size)
+    return count
