@@ -274,11 +274,40 @@ class Scheduler:
                 continue
             axes = self.inside(self.region.varies[value], depth)
             if ready.get(value, 0) < phase and axes and self.worth_keeping(value, axes, depth):
+                value = self.stands_for(value, depth, phase, todo, ready, known)
                 keep = Keep(value, axes, shared=depth == 0)
                 kept[value] = (ready[value], _Effect(keep, value, self.region.varies[value]))
                 phase = ready[value]
             work += [(phase, operand) for operand in self.operands(value)]
         return list(kept.values())
+
+    def stands_for(
+        self,
+        value: str,
+        depth: int,
+        phase: int,
+        todo: Sequence[tuple[int, _Effect]],
+        ready: Mapping[str, int],
+        known: frozenset[str],
+    ) -> str:
+        """What a phase reads back instead of a value: the last one that an earlier phase computes
+        from it, over the same axes, and that is all this phase needs it for.
+        """
+        axes = self.inside(self.region.varies[value], depth)
+        later = [effect.value for p, effect in todo if p == phase]
+        before = self.closure([e.value for p, e in todo if p < phase], known)
+        for candidate in reversed(before):
+            op = self.region.producer.get(candidate)
+            if (
+                op
+                and not op.is_reduction
+                and ready[candidate] == ready[value]
+                and self.inside(self.region.varies[candidate], depth) == axes
+                and value in self.closure([candidate], known)
+                and value not in self.closure(later, known | {candidate})
+            ):
+                return candidate
+        return value
 
     def computed_here(self, value: str, depth: int) -> bool:
         """Whether a value is a body's own statement, so that all its later phases have it."""
