@@ -145,18 +145,20 @@ def judge(
     """Why a step is wrong, None when it is right.
 
     Right is: no further from float64 than four times eager's error, or than four units in the last
-    place. Eager may be close in one gradient by chance, because it has few elements or because no
-    ReLU in its way met a number near zero. Its error is taken to be as large as in its worst
-    gradient, of those that are not all rounding.
+    place; of float32 sixteen, because sums over all rows are taken in it, in any order. Eager may
+    be close in one gradient by chance, because it has few elements or because no ReLU in its way
+    met a number near zero. Its error is taken to be as large as in its worst gradient, of those
+    that are not all rounding.
     """
     least = smallest(right)
     sizes = {name: float(value.abs().max()) for name, value in right.items() if name != "loss"}
     typical = max(eager[name] for name, size in sizes.items() if size >= least)
     if not typical <= EAGER_LIMIT[dtype]:
         return f"eager's own gradients are {typical:.1e} away from float64"
+    rounding = max(torch.finfo(dtype).eps, 4 * torch.finfo(torch.float32).eps)
     for name, error in errors.items():
         own = eager["loss"] if name == "loss" else max(eager.get(name, 0.0), typical)
-        limit = 4 * max(own, torch.finfo(dtype).eps)
+        limit = 4 * max(own, rounding)
         if not error <= limit:
             return f"{name} is {error:.1e} away from float64, at most {limit:.1e} is right"
     return None

@@ -320,7 +320,7 @@ MODELS = (
         "vit",
         vit,
         classify,
-        {"batch": 4, "height": 256, "width": 128, "channels": 512, "depth": 3},
+        {"batch": 4, "height": 256, "width": 128, "channels": 384, "depth": 3},
         {"batch": 2, "height": 32, "width": 16, "channels": 32, "depth": 1},
     ),
     Model("llama", llama, predict_words, TEXT, TINY_TEXT),
