@@ -1,1 +1,1 @@
-"""Side-by-side runs of eager, stock Inductor and normpass: the demo, the timings, compile time."""
+"""Eager, stock Inductor and normpass side by side: demo, norms, whole models, compile time."""

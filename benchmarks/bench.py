@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from normpass.benchmarks import compile_time, vmap
+from normpass.benchmarks import compile_time, model_steps, vmap
 from normpass.benchmarks.cases import (
     DTYPES,
     NORMS,
@@ -32,7 +32,14 @@ from normpass.benchmarks.cases import (
     spell,
 )
 from normpass.benchmarks.machine import machine
-from normpass.benchmarks.measure import VARIANTS, Result, Timing, keep_freed_memory, measure
+from normpass.benchmarks.measure import (
+    VARIANTS,
+    Result,
+    keep_freed_memory,
+    measure,
+    number,
+    spread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,17 +104,6 @@ def cells(result: Result, variants: Sequence[str]) -> Iterator[str]:
     yield number(result.bandwidth(ours), "{:.1f}", 1e-9)
     yield number(result.add_bytes / result.add.median if result.add else None, "{:.1f}", 1e-9)
     yield number(result.over_add(ours), "{:.2f}")
-
-
-def spread(timing: Timing) -> str:
-    """The median in milliseconds with half the interquartile range: `1.492 ±5%`."""
-    half = (timing.high - timing.low) / 2 / timing.median
-    return f"{timing.median * 1e3:.3f} ±{half:.0%}"
-
-
-def number(value: float | None, form: str, scale: float = 1) -> str:
-    """A figure, or a dash where there is none."""
-    return "-" if value is None else form.format(value * scale)
 
 
 def means_table(rows: Sequence[dict[str, Any]], variants: Sequence[str]) -> Table:
@@ -210,7 +206,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", type=shape, help="such as 4096x1024; repeatable", **more)
     parser.add_argument("--dtype", choices=list(DTYPES), help="repeatable", **more)
     parser.add_argument("--phase", choices=PHASES, help="repeatable", **more)
-    counts = f"{REPEATS}; {vmap.REPEATS} with --vmap, {compile_time.REPEATS} with --compile-time"
+    counts = f"{REPEATS}; {vmap.REPEATS} with --vmap, {compile_time.REPEATS} with --compile-time, "
+    counts += f"{model_steps.REPEATS} with --models"
     parser.add_argument("--repeats", type=int, help=f"samples of each variant: {counts}")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU is used when there is one")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder, {RESULTS}")
@@ -237,6 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help='with --compile-time: backend="normpass" with its rules registered against without',
     )
+    model_steps.add_options(parser, group)
     args = parser.parse_args(argv)
     wrong = complaint(args)
     if wrong:
@@ -245,30 +243,55 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+# What is measured instead of single norms, and which choices each has.
+INSTEAD: dict[str, tuple[str, ...]] = {
+    "compile_time": (),
+    "vmap": ("shape",),
+    "models": ("dtype", "format", "tiny"),
+}
+
+
+def instead_of_norms(args: argparse.Namespace) -> str | None:
+    """Which of INSTEAD was asked for; None for single norms. --models alone is an empty list."""
+    return next((name for name in INSTEAD if getattr(args, name) not in (None, False)), None)
+
+
 def complaint(args: argparse.Namespace) -> str | None:
     """What does not go together in the options; None when all is well."""
     if args.repeats is not None and args.repeats < 2:
         return f"--repeats must be at least 2, got {args.repeats}"
     if args.registered and not args.compile_time:
         return "--registered needs --compile-time"
-    chosen = [f"--{name}" for name in ("norm", "dtype", "phase") if getattr(args, name)]
-    if args.vmap or args.compile_time:
-        command = "--vmap" if args.vmap else "--compile-time"
-        if chosen:
-            return f"{command} has nothing to choose by {', '.join(chosen)}"
-        return shape_complaint(args.shape, command)
+    measured = instead_of_norms(args)
+    if measured:
+        return choice_complaint(args, measured)
+    alone = [name for name in ("format", "tiny") if getattr(args, name)]
+    if alone:
+        return f"--{alone[0]} needs --models"
     if args.shape and len(args.norm) != 1:
         return "--shape needs exactly one --norm, because norms differ in the axes they take"
     return None
 
 
-def shape_complaint(shapes: Sequence[Shape], command: str) -> str | None:
-    """Of the two measurements that are not of a single norm one takes a shape, of five sizes."""
-    if not shapes:
-        return None
-    if command != "--vmap":
+def choice_complaint(args: argparse.Namespace, measured: str) -> str | None:
+    """What a measurement other than that of single norms has no use for."""
+    command = f"--{measured.replace('_', '-')}"
+    choices = ("norm", "dtype", "phase", "format", "tiny", "shape")
+    idle = [name for name in choices if getattr(args, name) and name not in INSTEAD[measured]]
+    if idle == ["shape"]:
         return f"{command} takes no --shape"
-    if len(shapes) > 1 or len(shapes[0]) != len(vmap.SHAPE):
+    if idle:
+        return f"{command} has nothing to choose by {', '.join(f'--{name}' for name in idle)}"
+    if measured == "vmap":
+        return shape_complaint(args.shape)
+    if measured == "models" and not model_steps.cases_of(args):
+        return f"of {', '.join(args.models)} none has the format {', '.join(args.format)}"
+    return None
+
+
+def shape_complaint(shapes: Sequence[Shape]) -> str | None:
+    """--vmap takes one shape, of five sizes."""
+    if shapes and (len(shapes) > 1 or len(shapes[0]) != len(vmap.SHAPE)):
         given = ", ".join(map(spell, shapes))
         return f"--vmap takes one --shape of five sizes, such as {spell(vmap.SHAPE)}, got {given}"
     return None
@@ -276,6 +299,8 @@ def shape_complaint(shapes: Sequence[Shape], command: str) -> str | None:
 
 def instead(args: argparse.Namespace, console: Console) -> int:
     """The measurements that are not of single norms."""
+    if args.models is not None:
+        return model_steps.run(args, console)
     if args.vmap:
         shape = args.shape[0] if args.shape else vmap.SHAPE
         repeats = args.repeats or vmap.REPEATS
@@ -290,12 +315,13 @@ def main(argv: Sequence[str] | None = None, variants: Sequence[str] = VARIANTS) 
     args = parse(argv)
     cases = select(args.norm, args.shape, args.dtype, args.phase)
     if args.list:
-        print("\n".join(case.label for case in cases))
+        listed = cases if args.models is None else model_steps.cases_of(args)
+        print("\n".join(case.label for case in listed))
         return 0
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
-    if args.compile_time or args.vmap:
+    if instead_of_norms(args):
         return instead(args, console)
     steady = not args.system_allocator and keep_freed_memory()
     if os.getloadavg()[0] > 0.5:
@@ -315,5 +341,7 @@ def main(argv: Sequence[str] | None = None, variants: Sequence[str] = VARIANTS) 
     if plot(results, variants, picture):
         console.print(f"saved {picture}")
     else:
-        console.print("no plot: matplotlib is not installed (pip install 'normpass[bench]')")
+        console.print(
+            "no plot: matplotlib is not installed (pip install 'normpass[bench]')", markup=False
+        )
     return 1 if any(result.wrong for result in results) else 0

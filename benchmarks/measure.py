@@ -250,13 +250,19 @@ def keep_freed_memory() -> bool:
 
 
 def interleave(
-    steps: Mapping[str, Callable[[], object]], repeats: int, device: str
+    steps: Mapping[str, Callable[[], object]],
+    repeats: int,
+    device: str,
+    calls_each: int | None = None,
 ) -> dict[str, Timing]:
-    """Time every step `repeats` times in alternation, each round starting with another one."""
+    """Time every step `repeats` times in alternation, each round starting with another one.
+
+    calls_each: of a step in each sample, for steps that are warm; None: as many as the clock needs.
+    """
     if repeats < 2:
         raise ValueError(f"expected at least 2 repeats for quartiles, got {repeats}")
     clock = cuda_seconds if torch.device(device).type == "cuda" else cpu_seconds
-    calls = {name: calls_per_sample(step, clock) for name, step in steps.items()}
+    calls = {name: calls_each or calls_per_sample(step, clock) for name, step in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     names = itertools.cycle(steps)
     collecting = gc.isenabled()
@@ -299,3 +305,35 @@ def cuda_seconds(step: Callable[[], object], calls: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def peak_bytes(step: Callable[[], object], device: str) -> int:
+    """The most bytes that tensors allocated during the step hold at one time."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
+        step()
+    # Under this name in torch 2.11 to 2.15; the public tables hold sums by operator, not the order.
+    results = profile.profiler.kineto_results
+    changes = [event for event in results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
+
+
+def spread(timing: Timing) -> str:
+    """The median in milliseconds with half the interquartile range: `1.492 ±5%`."""
+    half = (timing.high - timing.low) / 2 / timing.median
+    return f"{timing.median * 1e3:.3f} ±{half:.0%}"
+
+
+def number(value: float | None, form: str, scale: float = 1) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None else form.format(value * scale)

@@ -15,7 +15,6 @@ takes more of it than the call.
 from __future__ import annotations
 
 import json
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,7 @@ from normpass.benchmarks.measure import (
     Timing,
     interleave,
     keep_freed_memory,
+    peak_bytes,
     relative_errors,
     verdict,
 )
@@ -127,27 +127,6 @@ def check(made: Mapping[str, Function], args: tuple[Tensor, ...]) -> dict[str, s
         for name, function in made.items()
     }
     return {name: reason for name, reason in verdicts.items() if reason}
-
-
-def peak_bytes(step: Callable[[], object], device: str) -> int:
-    """The most bytes that tensors allocated during the step hold at one time."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, acc_events=True
-    ) as profile:
-        step()
-    # Under this name in torch 2.11 to 2.15; the public tables hold sums by operator, not the order.
-    results = profile.profiler.kineto_results
-    changes = [event for event in results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in changes), initial=0))
 
 
 def result_table(

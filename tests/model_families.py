@@ -7,17 +7,17 @@ compiled runs have the same gradients, and what they compute in float32 whatever
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.overrides import TorchFunctionMode
+
+from normpass.benchmarks.exact import in_double
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     Tensor = torch.Tensor
 
@@ -36,31 +36,6 @@ class Family:
     package: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], Mapping[str, Any]]
-
-
-class InDouble(TorchFunctionMode):
-    """float64 wherever a program asks for float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = [_in_double(each) for each in args]
-        return func(*args, **{name: _in_double(each) for name, each in (kwargs or {}).items()})
-
-
-def _in_double(argument: Any) -> Any:
-    return torch.float64 if argument is torch.float32 else argument
-
-
-@contextmanager
-def in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with InDouble():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @in_double()

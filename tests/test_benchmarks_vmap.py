@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import normpass
 from normpass.benchmarks import bench, vmap
+from normpass.benchmarks.measure import peak_bytes
 from normpass.decomps.activate import is_registered
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def test_the_vmapped_reference_agrees_with_pytorch_in_float64() -> None:
 @pytest.mark.gpu
 def test_the_peak_on_a_gpu_is_what_is_alive_at_once() -> None:
     x = torch.randn(1 << 20, device="cuda")
-    assert vmap.peak_bytes(lambda: x.sin().cos(), "cuda") == 2 * 4 << 20
+    assert peak_bytes(lambda: x.sin().cos(), "cuda") == 2 * 4 << 20
 
 
 def test_the_peak_is_what_is_alive_at_once() -> None:
@@ -77,12 +78,12 @@ def test_the_peak_is_what_is_alive_at_once() -> None:
         two = one.cos()
         return torch.cat([one, two])
 
-    assert vmap.peak_bytes(lambda: None, "cpu") == 0
-    assert vmap.peak_bytes(lambda: x.sin_(), "cpu") == 0
-    assert vmap.peak_bytes(lambda: x.sin(), "cpu") == size
-    assert vmap.peak_bytes(lambda: x.sin().cos(), "cpu") == 2 * size
-    assert vmap.peak_bytes(three_one_after_another, "cpu") == size
-    assert vmap.peak_bytes(two_then_three, "cpu") == 4 * size
+    assert peak_bytes(lambda: None, "cpu") == 0
+    assert peak_bytes(lambda: x.sin_(), "cpu") == 0
+    assert peak_bytes(lambda: x.sin(), "cpu") == size
+    assert peak_bytes(lambda: x.sin().cos(), "cpu") == 2 * size
+    assert peak_bytes(three_one_after_another, "cpu") == size
+    assert peak_bytes(two_then_three, "cpu") == 4 * size
 
 
 def test_bench_vmap_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
