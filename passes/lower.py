@@ -103,11 +103,15 @@ class _Lowering:
             for axis in self.axis_names
             if not self.domain.extent(axis).is_Integer
         ]
+        ops = self.writer.live(results)
+        # What is computed again outside may have been all that read an input.
+        read = {arg for op in ops for arg in op.args} | {output.value for output in results}
+        inputs = [node for node in inputs if self.values[node] in read]
         region = Region(
             self.name,
             axes,
-            tuple(buffers),
-            self.writer.live(results),
+            tuple(buffer for buffer in buffers if buffer.name in read),
+            ops,
             tuple(results),
             tuple(self.sizes.values()),
         )

@@ -60,6 +60,19 @@ def test_a_cast_is_computed_again_for_a_pointwise_reader() -> None:
     assert written(region) == ["c r"]
 
 
+def test_nothing_is_read_for_what_is_computed_outside() -> None:
+    """The product of a second normalization, which stands behind a matrix product."""
+
+    def f(x: Tensor, y: Tensor, w: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        total = (x * w).sum(-1, keepdim=True)
+        z = x * w - total
+        return z, ((y - mean) * (z @ w.outer(w))).sum(0)
+
+    (region,) = fused(f, X, X.sin(), X[0], X[:, :1].cos())
+    assert written(region) == ["c r"]
+    assert [str(buffer).partition(": ")[2] for buffer in region.inputs] == ["f32[r c]", "f32[c]"]
+
+
 def test_a_sum_of_two_tensors_is_written() -> None:
     """Reading both of them again takes as long."""
 
