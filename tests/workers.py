@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import signal
 from typing import Any
 
 import orders
@@ -17,7 +18,9 @@ def third_order() -> str:
 
 def in_a_child(queue: Any, wanted: bool) -> None:
     """Registers if that is wanted, and says what holds here. One that hangs says where."""
-    faulthandler.dump_traceback_later(100, exit=True)
+    # Not dump_traceback_later: a forked child would wait for pytest's own, whose thread it lacks.
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(100)
     if wanted:
         register(eager=True)
     queue.put((is_registered(), third_order()))
