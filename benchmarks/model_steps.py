@@ -107,7 +107,7 @@ def run(
     if plot(results, path.with_suffix(".png")):
         console.print(f"saved {path.with_suffix('.png')}")
     else:
-        console.print("no plot: nothing was timed, or matplotlib is not installed")
+        console.print("no plot: nothing was timed, or matplotlib is not there (the extra `bench`)")
     return 1 if any(complaints(results)) else 0
 
 
