@@ -274,7 +274,8 @@ class Scheduler:
                 continue
             axes = self.inside(self.region.varies[value], depth)
             if ready.get(value, 0) < phase and axes and self.worth_keeping(value, axes, depth):
-                value = self.stands_for(value, depth, phase, todo, ready, known)
+                if not self.region.producer[value].is_reduction:
+                    value = self.stands_for(value, depth, phase, todo, ready, known)
                 keep = Keep(value, axes, shared=depth == 0)
                 kept[value] = (ready[value], _Effect(keep, value, self.region.varies[value]))
                 phase = ready[value]

@@ -205,8 +205,11 @@ class LeafPrinter(Names):
         self.line(write.format(self.element(value, axes), self.as_number(value)))
 
     def recall(self, value: str, axes: tuple[str, ...]) -> None:
-        read = "load<scalar>({}, lanes)" if self.is_vector(value) else "*({})"
-        self.define(value, read.format(self.element(value, axes)))
+        vector = self.is_vector(value)
+        text = ("load<scalar>({}, lanes)" if vector else "*({})").format(self.element(value, axes))
+        if value in self.truth:  # kept as a number
+            text = f"mask({text})" if vector else f"mask_of({text})"
+        self.define(value, text)
 
     def hold(self, accumulator: Accumulator) -> None:
         """Reads an array's element once for all rows of a jam."""

@@ -103,3 +103,18 @@ def test_what_is_needed_by_itself_too_is_kept_itself() -> None:
     """
     kept = [leaf.value for leaf in leaves(make_plan(parse(text))) if isinstance(leaf, Keep)]
     assert kept == ["e"]
+
+
+def test_a_truth_value_is_kept_as_one() -> None:
+    text = """
+        region example; axes r=50 c=40; input x: f32[r c]; input g: f32[r c]
+        e = tanh(x); m = gt(e, 0.1); a = where(m, g, 0.0); s = sum[c](a)
+        d = where(m, s, g); output y: f32[r c] = d
+    """
+    kept = [leaf.value for leaf in leaves(make_plan(parse(text))) if isinstance(leaf, Keep)]
+    assert kept == ["m"]
+    x, g = torch.randn(2, 50, 40).unbind()
+    (y,) = kernel(text)([x, g], [])
+    mask = x.tanh() > 0.1
+    total = torch.where(mask, g, 0).sum(-1, keepdim=True)
+    torch.testing.assert_close(y, torch.where(mask, total, g), rtol=1e-5, atol=1e-5)
