@@ -55,6 +55,8 @@ def recomputed(nodes: Sequence[Node]) -> set[Node]:
             below = cone(node, free)
             if _is_better_recomputed(node, outside, below):
                 again |= below
+            else:
+                free.remove(node)  # what it feeds outside reads it
     return again
 
 
@@ -108,7 +110,7 @@ def _is_better_recomputed(node: Node, outside: Sequence[Node], again: set[Node])
         return False
     sources = {arg for each in again for arg in each.all_input_nodes} - again
     read = sum(nbytes(arg) for arg in sources if isinstance(arg.meta.get("val"), torch.Tensor))
-    return read < 2 * nbytes(node)
+    return len(outside) * read < (1 + len(outside)) * nbytes(node)
 
 
 def _reads_little(user: Node) -> bool:

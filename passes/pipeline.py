@@ -73,8 +73,8 @@ def fuse_graph(
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
     device. lay_out: the region with its tensors laid out as the backend will have them. accept: the
-    backend's say: a reason against a region, or None. rounded: whether results
-    in half precision are rounded where they arise, as in eager mode, or only where they are stored.
+    backend's say: a reason against a region, or None. rounded: whether results in half precision
+    are rounded where they arise, as in eager mode, or only where they are stored.
     """
     decisions: list[Decision] = []
     judge = Judge(graph, op, least_bytes, lay_out, accept, rounded)

@@ -58,14 +58,20 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
 
 def _only_computed_for(node: Node, inside: Container[Node]) -> bool:
     """Whether a region's input is pointwise and needed by nothing that would have it in memory."""
-    source = node
-    while source.target in VIEWS:
-        source = source.all_input_nodes[0]
-    tags = getattr(source.target, "tags", ())
-    return (torch.Tag.pointwise in tags or source.target in IDENTITY) and all(
-        user in inside or torch.Tag.pointwise in getattr(user.target, "tags", ())
-        for user in source.users
-    )
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return _is_loop(node) and all(_reads_in_a_loop(user, inside) for user in node.users)
+
+
+def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
+    if user.target in VIEWS:
+        return all(_reads_in_a_loop(each, inside) for each in user.users)
+    return user in inside or _is_loop(user) or kind_of(user) is Kind.REDUCTION
+
+
+def _is_loop(node: Node) -> bool:
+    """Whether Inductor computes a node where it is used, or in one loop with what uses it."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in IDENTITY
 
 
 def levels(nodes: Sequence[Node]) -> int:

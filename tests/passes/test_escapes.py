@@ -4,6 +4,7 @@ it leaves outside: integers and random numbers.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,6 +85,46 @@ def test_a_sum_of_two_tensors_is_written() -> None:
     assert written(region) == ["c r", "c r"]
 
 
+def test_what_is_computed_again_starts_from_what_is_written() -> None:
+    """An exponential that is written anyway; one more is added to it, and that is not."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        power = x.exp()
+        more = power + 1
+        late = (more / more.sum(-1, keepdim=True)).cumsum(0)
+        return late + power, late * more
+
+    (region,) = fused(f, X)
+    assert written(region) == ["c r", "c r"]
+
+
+def test_what_is_written_is_not_computed_again_for_a_gather() -> None:
+    def f(x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        power = x.exp()
+        more = power + 1
+        late = (more / more.sum(-1, keepdim=True)).cumsum(0)
+        return late + power, more.gather(1, i)
+
+    graph = trace(f, X, torch.randint(40, (6, 1)))
+    (decision,) = fuse(graph)
+    assert isinstance(decision, Fused)
+    assert written(parse(decision.text)) == ["c r", "c r"]
+    assert not calls(graph, aten.exp.default)
+
+
+def test_every_reader_would_read_again() -> None:
+    """Six bytes for each of them, or four that somebody wrote."""
+
+    def f(count: int, x: Tensor, y: Tensor) -> list[Tensor]:
+        both = x + y
+        late = F.layer_norm(both, (40,)).cumsum(0)
+        return [late + both, late * both][:count]
+
+    for count, expected in ((1, ["c r"]), (2, ["c r", "c r"])):
+        (region,) = fused(functools.partial(f, count), X, X.sin().bfloat16())
+        assert written(region) == expected
+
+
 def test_an_exponential_is_written() -> None:
     def f(x: Tensor) -> Tensor:
         power = x.exp()
@@ -160,8 +201,19 @@ def test_what_inductor_computes_where_it_is_used_is_counted() -> None:
         hot = torch.arange(40) == i
         return (x * hot).softmax(-1), hot
 
+    def behind_views(x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        hot = (torch.arange(40) == i)[:, None].expand(-1, 7, -1)
+        return (x * hot).softmax(-1), (x.cumsum(0) * hot).sum(0)
+
+    def kept_as_a_view(x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        hot = (torch.arange(40) == i)[:, None]
+        return (x * hot).softmax(-1), hot
+
     assert for_its_sake(one_hot, X, index) == 2 * X.numel()
     assert for_its_sake(kept, X, index) == 0
+    higher = torch.randn(6, 7, 40)
+    assert for_its_sake(behind_views, higher, index) == 2 * X.numel()
+    assert for_its_sake(kept_as_a_view, higher, index) == 0
     assert for_its_sake(lambda x: x.softmax(-1), X) == 0
 
 
