@@ -40,6 +40,7 @@ from normpass.benchmarks.measure import (
     number,
     spread,
 )
+from normpass.benchmarks.plots import Row, bars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -146,30 +147,13 @@ def save(
 
 def plot(results: Sequence[Result], variants: Sequence[str], path: Path) -> bool:
     """Bars of time in units of `add`, a panel per phase and dtype; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    panels: dict[tuple[str, str], list[Result]] = {}
+    panels: dict[str, list[Row]] = {}
     for result in results:
-        panels.setdefault((result.phase, result.dtype), []).append(result)
-    longest = max(map(len, panels.values()))
-    figure = Figure(figsize=(9, len(panels) * (0.6 + 0.34 * longest)), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    height = 0.8 / len(variants)
-    for axis, ((phase, dtype), members) in zip(axes, panels.items(), strict=True):
-        for i, variant in enumerate(variants):
-            places = [row + i * height for row in range(len(members))]
-            lengths = [member.over_add(variant) or 0.0 for member in members]
-            axis.barh(places, lengths, height, label=variant)
-        labels = [f"{member.norm} {spell(member.shape)}" for member in members]
-        axis.set_yticks([row + 0.4 - height / 2 for row in range(len(members))], labels)
-        axis.invert_yaxis()
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_title(f"{phase}, {dtype}: time in units of torch.add(x, dy)", fontsize=10)
-    axes[0].legend()
-    figure.savefig(path, dpi=120)
-    return True
+        title = f"{result.phase}, {result.dtype}: time in units of torch.add(x, dy)"
+        lengths = [result.over_add(variant) or 0.0 for variant in variants]
+        row = f"{result.norm} {spell(result.shape)}", lengths
+        panels.setdefault(title, []).append(row)
+    return bars(panels, variants, path)
 
 
 def run(

@@ -16,6 +16,7 @@ from rich.table import Table
 from normpass.benchmarks.cases import DTYPES, geometric_mean
 from normpass.benchmarks.machine import installed, machine
 from normpass.benchmarks.measure import Timing, number, spread
+from normpass.benchmarks.plots import Row, bars
 from normpass.benchmarks.steps import BACKENDS, CONTROL, OURS, STOCK, Job, in_fresh_process
 from normpass.benchmarks.zoo import EXTRA, FORMATS, Case, left_out, select, zoo
 
@@ -261,32 +262,12 @@ def means_table(rows: dict[str, dict[str, float]]) -> Table:
 
 def plot(results: Sequence[Found], path: Path) -> bool:
     """Bars of time in units of Inductor's, a panel per dtype; False without matplotlib."""
-    panels: dict[str, list[Found]] = {}
+    panels: dict[str, list[Row]] = {}
+    variants = ("eager", OURS, CONTROL)
     for found in results:
         if ratios(found):
-            panels.setdefault(found["dtype"], []).append(found)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    if not panels:
-        return False
-    longest = max(map(len, panels.values()))
-    figure = Figure(figsize=(9, len(panels) * (0.6 + 0.34 * longest)), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    bars = ("eager", OURS, CONTROL)
-    height = 0.8 / len(bars)
-    for axis, (dtype, members) in zip(axes, panels.items(), strict=True):
-        for i, name in enumerate(bars):
-            seconds = [member["seconds"] for member in members]
-            lengths = [each[name]["median"] / each[STOCK]["median"] for each in seconds]
-            places = [row + i * height for row in range(len(members))]
-            axis.barh(places, lengths, height, label=name)
-        middles = [row + 0.4 - height / 2 for row in range(len(members))]
-        axis.set_yticks(middles, [label_of(member) for member in members])
-        axis.invert_yaxis()
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_title(f"{dtype}: time of a training step in units of Inductor's", fontsize=10)
-    axes[0].legend()
-    figure.savefig(path, dpi=120)
-    return True
+            title = f"{found['dtype']}: time of a training step in units of Inductor's"
+            median = {name: each["median"] for name, each in found["seconds"].items()}
+            row = label_of(found), [median[name] / median[STOCK] for name in variants]
+            panels.setdefault(title, []).append(row)
+    return bars(panels, variants, path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normpass.benchmarks.models import Block, RMSNorm
+from normpass.benchmarks.models import Block, ResidualBlock, RMSNorm
 from normpass.benchmarks.zoo import BOTH, Made, Model
 
 CLASSES = 100
@@ -34,25 +34,13 @@ def regress(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 # --- convolutions -------------------------------------------------------------------------------
 
 
-class BasicBlock(nn.Module):
-    """conv-bn-relu-conv-bn plus the input, relu, as in ResNet-18: n c h w -> n k h/s w/s."""
+class BasicBlock(ResidualBlock):
+    """As in ResNet-18, with a norm where the input is projected too: n c h w -> n k h/s w/s."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out)
-        self.short: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.short = nn.Sequential(
-                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """n c h w -> n k h/s w/s"""
-        y = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(y)) + self.short(x))
+        super().__init__(channels, out, stride)
+        if isinstance(self.short, nn.Conv2d):
+            self.short = nn.Sequential(self.short, nn.BatchNorm2d(out))
 
 
 class ResNet(nn.Module):

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import ir
 from torch.nn import functional as F
 
-from normpass.backend import layouts
+from normpass.backend import inductor_call, layouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,6 +137,21 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The text of each region as it was weighed, and as it was lowered."""
+    seen: list[tuple[str, str]] = []
+    original = inductor_call.settled
+
+    def telling(text: str, *args: Any) -> tuple[str, list[Any]]:
+        result = original(text, *args)
+        seen.append((text, result[0]))
+        return result
+
+    monkeypatch.setattr(inductor_call, "settled", telling)
+    return seen
+
+
 def gradients(function: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
     y = function(x)
     return [y, *torch.autograd.grad(y, list(net.parameters()), (3 * y).sin())]
@@ -178,7 +193,11 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "memory_format", "dynamic"), CASES)
 def test_nothing_more_is_copied_than_by_inductor(
-    name: str, memory_format: torch.memory_format, dynamic: bool, copied: list[str]
+    name: str,
+    memory_format: torch.memory_format,
+    dynamic: bool,
+    copied: list[str],
+    told: list[tuple[str, str]],
 ) -> None:
     net = NETS[name]().double().to(memory_format=memory_format)
     x = images(name, 2, memory_format, dynamic)
@@ -195,8 +214,11 @@ def test_nothing_more_is_copied_than_by_inductor(
     assert len(copied) <= stock
     fused = [what for what in counters["normpass"] if what.startswith("fused")]
     assert fused
+    assert len(told) >= len(fused)
     if dynamic:
         x = images(name, 3, memory_format, dynamic)
         for found, want in zip(gradients(function, net, x), gradients(net, net, x), strict=True):
             torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-11)
         assert "region" not in copied
+    else:  # what was weighed is what runs
+        assert [weighed for weighed, _ in told] == [lowered for _, lowered in told]
