@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import orders
@@ -356,14 +355,13 @@ def test_it_holds_in_a_worker(start: str) -> None:
     """A forked worker has what its parent has; a spawned one registers for itself."""
     if start not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system cannot {start}")
-    context = multiprocessing.get_context(start)
+    context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    with registered(eager=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
-        worker = context.Process(target=workers.in_a_child, args=(queue, start == "spawn"))
-        worker.start()
-        assert queue.get(timeout=120) == (True, "right")
-        worker.join()
+    target = workers.forking if start == "fork" else workers.spawned
+    worker = context.Process(target=target, args=(queue,))
+    worker.start()
+    assert queue.get(timeout=120) == (True, "right")
+    worker.join()
 
 
 @pytest.mark.usefixtures("rules")
