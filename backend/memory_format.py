@@ -41,6 +41,7 @@ BY_STRIDE = (
     *(aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default),
     *(aten.resize.default, aten.resize_as.default),
 )
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,28 @@ class Wishes:
             return tuple(map(sympy.sympify, visible))
         if any(user.target in BY_STRIDE for user in result.users):
             return traced(result)
-        if self.prefers_channels_last(result):
+        if self.prefers_channels_last(result) and not self.is_only_flattened(result):
             return channels_last(result)
         return traced(result) if any(user.op == "output" for user in result.users) else None
+
+    def is_only_flattened(self, result: Node) -> bool:
+        """Whether its dimensions are merged, which would copy channels_last (a matrix product of
+        n h w c as rows of c), and nobody wants it in channels_last.
+        """
+        flattened = [user for user in result.users if _flattens(user)]
+        return bool(flattened) and not any(
+            user.op == "output" or self.prefers_channels_last(user)
+            for user in result.users
+            if user not in flattened
+        )
 
     def prefers_channels_last(self, node: Node) -> bool:
         value = node.meta.get("val")
         return isinstance(value, torch.Tensor) and value.ndim == 4 and node in self.channels_last
+
+
+def _flattens(node: Node) -> bool:
+    return node.target in RESHAPES and node.meta["val"].ndim < 4
 
 
 def as_expected(graph: Graph) -> Callable[[Lowered], Lowered]:

@@ -15,6 +15,7 @@ from torch._inductor import ir
 from torch.nn import functional as F
 
 from normpass.backend import inductor_call, layouts
+from normpass.passes.region import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -222,3 +223,12 @@ def test_nothing_more_is_copied_than_by_inductor(
         assert "region" not in copied
     else:  # what was weighed is what runs
         assert [weighed for weighed, _ in told] == [lowered for _, lowered in told]
+
+
+def test_what_a_matrix_product_flattens_is_contiguous(told: list[tuple[str, str]]) -> None:
+    """ConvNeXt's n h w c are channels_last to a convolution and rows of c to what reads them."""
+    net = ConvNeXt().double()
+    gradients(compiled(net, "normpass"), net, images("convnext", 2, torch.channels_last, False))
+    outputs = [buffer for _, text in told for buffer in (o.buffer for o in parse(text).outputs)]
+    assert len(outputs) == 2 + 2 * 3  # two norms: y; dx, dw, db
+    assert all(buffer.strides is None for buffer in outputs)
