@@ -26,6 +26,7 @@ from normpass.backend.memory_format import as_expected
 from normpass.backend.op import print_for, region_op
 from normpass.backend.options import Options
 from normpass.backend.plan import make_plan
+from normpass.backend.regroup import SHORT_PIECE
 from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import digest, registry
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from normpass.passes.profit import Estimate
 
 log = logging.getLogger(__name__)
-
-# A row that is not one piece in memory (batch norm's channel: one piece an example) pays from here.
-SHORT_PIECE = 256
 
 
 def normpass(

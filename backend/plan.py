@@ -16,12 +16,9 @@ from normpass.backend.axes import (
     local_axes,
     split_reductions,
 )
+from normpass.backend.regroup import regroup
 from normpass.backend.schedule import Scheduler
-from normpass.backend.tree import (
-    CPU,
-    Machine,
-    Plan,
-)
+from normpass.backend.tree import CPU, LoopAxis, Machine, Plan
 
 if TYPE_CHECKING:
     from normpass.passes.region import Region
@@ -30,9 +27,15 @@ if TYPE_CHECKING:
 def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     """The plan of a region, from its text and the kind of machine alone: everywhere the same."""
     region, axes, accesses, numel = coalesce(region)
-    local = local_axes(region)
     vector = choose_vector(axes, accesses)
-    order = choose_order(axes, accesses, local, vector, machine.workers)
+    small: tuple[LoopAxis, ...] = ()
+    if machine.regroups and (found := regroup(region, axes, accesses, vector)):
+        region, axes, accesses, vector = found.region, found.axes, found.accesses, found.vector
+        small = found.small
+    local = local_axes(region)
+    # The lanes of whole groups stay inside of what their sums run over.
+    inner = local | {vector} if small else local
+    order = (*choose_order(axes, accesses, inner, vector, machine.workers), *small)
     region = split_reductions(region, order)
     body = Scheduler(region, order, accesses, machine).plan()
     return Plan(region, order, vector, local, body, numel)

@@ -34,9 +34,10 @@ from normpass.backend.tree import (
     Machine,
     Node,
     Recall,
+    Regroup,
     Store,
 )
-from normpass.passes.region import Op, Region, product
+from normpass.passes.region import REGROUP, Op, Region, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -74,6 +75,9 @@ class Scheduler:
         self.inputs = tuple(buffer.name for buffer in region.inputs)
         self.topological = [*self.inputs, *(op.name for op in region.ops)]
         self.arrays: dict[str, Recall] = {}
+        # What is looked at by other axes, and in how many open loops its array lives: those that it
+        # and all others that the loops run over have in common.
+        self.regrouped = {str(op.args[0]): self.home(op) for op in region.ops if op.fn == REGROUP}
 
     def plan(self) -> tuple[Node, ...]:
         effects = [
@@ -100,6 +104,11 @@ class Scheduler:
         varies = self.region.varies[str(op.args[0])]
         return max((d for axis in varies if (d := self.depth_of[axis]) < first), default=0)
 
+    def home(self, op: Op) -> int:
+        """How many loops are open where what `op` looks at is an array."""
+        common = self.region.varies[op.name] & self.region.varies[str(op.args[0])]
+        return next(k for k, axis in enumerate(self.order) if axis.name not in common)
+
     def inside(self, axes: Iterable[str], depth: int) -> tuple[str, ...]:
         """The axes among these whose loops are not open yet, in loop order."""
         return tuple(
@@ -112,7 +121,9 @@ class Scheduler:
 
     def operands(self, value: str) -> list[str]:
         op = self.region.producer.get(value)
-        return [arg for arg in op.args if isinstance(arg, str)] if op else []
+        if op is None or (op.fn == REGROUP and op.args[0] in self.arrays):
+            return []
+        return [arg for arg in op.args if isinstance(arg, str)]
 
     def closure(self, values: Iterable[str], known: frozenset[str]) -> list[str]:
         """What has to be computed for these values, in order, given what is known already."""
@@ -214,6 +225,10 @@ class Scheduler:
                 phase = 0
             elif (op := self.region.producer.get(value)) and op.is_reduction:
                 phase += self.closes(op) == depth
+            elif op and op.fn == REGROUP:
+                (source,) = self.operands(value) or (None,)
+                if source and not self.computed_here(source, depth):
+                    phase += self.regrouped[source] == depth
             ready[value] = phase
         return ready
 
@@ -252,7 +267,10 @@ class Scheduler:
             return self.arrays[value]
         if value in self.inputs:
             return Load(self.accesses[value])
-        return Compute(self.region.producer[value])
+        op = self.region.producer[value]
+        if op.fn == REGROUP:
+            return Regroup(op, self.arrays[str(op.args[0])])
+        return Compute(op)
 
     def keeps(
         self,
@@ -274,7 +292,7 @@ class Scheduler:
                 continue
             axes = self.inside(self.region.varies[value], depth)
             if ready.get(value, 0) < phase and axes and self.worth_keeping(value, axes, depth):
-                if not self.region.producer[value].is_reduction:
+                if self.region.producer[value].fn in EXPENSIVE:
                     value = self.stands_for(value, depth, phase, todo, ready, known)
                 keep = Keep(value, axes, shared=depth == 0)
                 kept[value] = (ready[value], _Effect(keep, value, self.region.varies[value]))
@@ -321,6 +339,8 @@ class Scheduler:
         op = self.region.producer.get(value)
         if op is None:
             return False
+        if value in self.regrouped:
+            return self.regrouped[value] == depth
         if op.is_reduction:
             return self.closes(op) > depth
         hints = {axis.name: axis.hint for axis in self.order}

@@ -21,14 +21,16 @@ class Machine:
     """What a plan has to know of the machine it is for.
 
     workers: fewer independent pieces of work than this do not fill it.
-    kept: kept rows beyond this many elements would push the row itself out of cache.
+    kept: kept rows beyond this many elements would push the row itself out of cache. regroups:
+    whether its kernels can look at an array by other axes.
     """
 
     workers: int
     kept: int
+    regroups: bool = False
 
 
-CPU = Machine(workers=8, kept=64 * 1024)
+CPU = Machine(workers=8, kept=64 * 1024, regroups=True)
 # Memory between phases is dearer than any function there; what fits in registers is not computed
 # twice anyway.
 GPU = Machine(workers=256, kept=0)
@@ -123,6 +125,14 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class Regroup:
+    """value = array[...], of another value, by other axes of the same elements."""
+
+    op: Op
+    array: Recall
+
+
+@dataclass(frozen=True)
 class Store:
     """tensor[...] = value"""
 
@@ -139,7 +149,7 @@ class Loop:
     parallel: bool = False
 
 
-Leaf = Load | Compute | Begin | Accumulate | Finish | Keep | Recall | Store
+Leaf = Load | Compute | Begin | Accumulate | Finish | Keep | Recall | Regroup | Store
 Node = Leaf | Loop
 
 

@@ -56,6 +56,9 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 REDUCTIONS = ("sum", "amax", "amin", "prod")
+# In plans only (backend/regroup.py): a value that repeats along axes it does not vary over, and one
+# that is looked at by other axes of the same elements: by those among `axes` that it has not.
+EXPAND, REGROUP = "expand", "regroup"
 
 Stride = int | str  # a number of elements, or the name of a run-time size
 Arg = str | float | bool
@@ -172,7 +175,13 @@ class Region:
         for op in self.ops:
             names = [arg for arg in op.args if isinstance(arg, str)]
             axes = frozenset().union(*(varies[name] for name in names))
-            varies[op.name] = axes - set(op.axes) if op.is_reduction else axes
+            if op.is_reduction:
+                axes -= set(op.axes)
+            elif op.fn == EXPAND:
+                axes |= set(op.axes)
+            elif op.fn == REGROUP:
+                axes ^= set(op.axes)
+            varies[op.name] = axes
         return varies
 
     @cached_property

@@ -29,6 +29,7 @@ EXTENTS: dict[int, list[tuple[int, ...]]] = {
     3: [(3, 5, 7), (2, 17, 3), (8, 1, 19), (5, 16, 33), (19, 3, 2)],
     4: [(2, 3, 5, 7), (3, 2, 4, 17), (5, 9, 2, 3), (2, 2, 16, 5)],
 }
+GROUPED = [(2, 3, 2, 5), (9, 4, 3, 7), (1, 2, 9, 40), (3, 17, 2, 3)]
 DTYPES = [torch.float32] * 3 + [torch.bfloat16, torch.float16, torch.bool]
 CONSTANTS = [0.0, 1.0, -0.5, 2.0, 0.3]
 
@@ -66,8 +67,7 @@ class _Builder:
 
     def __init__(self, draw: DrawFn) -> None:
         self.draw = draw
-        rank = draw(st.integers(1, 4))
-        extents = draw(st.sampled_from(EXTENTS[rank]))
+        extents = self.draw_extents()
         self.axes = tuple(
             Axis(name, None if draw(st.integers(0, 2)) == 0 else extent)
             for name, extent in zip(AXES, extents, strict=False)
@@ -77,6 +77,10 @@ class _Builder:
         self.double = draw(st.integers(0, 5)) == 0
         self.varies: dict[str, frozenset[str]] = {}
         self.truth: set[str] = set()
+
+    def draw_extents(self) -> tuple[int, ...]:
+        rank = self.draw(st.integers(1, 4))
+        return self.draw(st.sampled_from(EXTENTS[rank]))
 
     def stride(self, step: Step) -> Stride:
         dynamic = {axis.name for axis in self.axes if axis.extent is None}
@@ -157,7 +161,7 @@ class _Builder:
             if candidates:
                 value = draw(st.sampled_from(candidates))
                 inside = [axis for axis in AXES if axis in self.varies[value]]
-                axes = self.some(inside) if draw(st.booleans()) else [draw(st.sampled_from(inside))]
+                axes = self.reduced(inside)
                 if axes:
                     fn = draw(st.sampled_from(["sum", "sum", "sum", "amax", "amin", "prod"]))
                     self.varies[name] = self.varies[value] - set(axes)
@@ -177,6 +181,12 @@ class _Builder:
         )
         return Op(name, fn, args)
 
+    def reduced(self, inside: Sequence[str]) -> list[str]:
+        """The axes of a reduction."""
+        if self.draw(st.booleans()):
+            return self.some(inside)
+        return [self.draw(st.sampled_from(inside))]
+
     def output(self, k: int, value: str) -> Output:
         names = [a.name for a in self.axes if a.name in self.varies[value]]
         if self.draw(st.integers(0, 6)) == 0:
@@ -187,9 +197,32 @@ class _Builder:
         return Output(Buffer(f"y{k}", dtype, dims, self.strides(dims, output=True)), value)
 
 
+class _Grouped(_Builder):
+    """Groups q of a few members c, innermost in memory below rows r and pixels d, as group norm has
+    them in channels_last.
+    """
+
+    def draw_extents(self) -> tuple[int, ...]:
+        return self.draw(st.sampled_from(GROUPED))
+
+    def layout(self, names: Sequence[str], *, output: bool) -> tuple[tuple[str, ...], ...]:
+        if "c" in names and "q" not in names and not output:
+            names = [*names, "q"]
+        return tuple((axis,) for axis in "rdqc" if axis in names)
+
+    def strides(
+        self, dims: tuple[tuple[str, ...], ...], *, output: bool
+    ) -> tuple[Stride, ...] | None:
+        return None
+
+    def reduced(self, inside: Sequence[str]) -> list[str]:
+        axes = self.draw(st.sampled_from(["cd", "cd", "c", "d", "rd", "r"]))
+        return [axis for axis in axes if axis in inside]
+
+
 @st.composite
-def cases(draw: DrawFn) -> Case:
-    builder = _Builder(draw)
+def cases(draw: DrawFn, builders: type[_Builder] = _Builder) -> Case:
+    builder = builders(draw)
     inputs = tuple(builder.input(k) for k in range(draw(st.integers(1, 4))))
     ops = tuple(builder.op(k) for k in range(draw(st.integers(2, 9))))
     last = ops[-1].name
@@ -238,3 +271,7 @@ def tensors(case: Case, extents: Mapping[str, int]) -> list[torch.Tensor]:
 
 
 # ---- evaluation
+
+
+def grouped_cases() -> st.SearchStrategy[Case]:
+    return cases(_Grouped)

@@ -29,6 +29,7 @@ from normpass.backend.tree import (
     Node,
     Plan,
     Recall,
+    Regroup,
     Store,
     walk,
 )
@@ -140,8 +141,10 @@ class _Printer(LeafPrinter):
             )
             if not private:  # a later loop reads it
                 self.line(f"scalar* const {name} = parts_{name}.of(0);")
+        self.cascaded = {name for name, each in own.items() if self.is_long_array(each)}
         for name, accumulator in own.items():
-            self.line(f"Arrays<scalar> parts_{name}(workers, {self.size_of(accumulator)});")
+            kind = "Partials<scalar, Sum>" if name in self.cascaded else "Arrays<scalar>"
+            self.line(f"{kind} parts_{name}(workers, {self.size_of(accumulator)});")
         if node.parallel:
             self.line("#pragma omp parallel num_threads(workers)")
         with self.block(""):
@@ -173,17 +176,32 @@ class _Printer(LeafPrinter):
         else:
             self.following = name if self.next_row_pays(node) else None
             with self.block(f"for (int64_t {name} = mine.begin; {name} < mine.end; ++{name})"):
-                self.cascade(sums, name, "1")
+                self.cascade(sums, f"{name} - mine.begin")
                 self.body(node.body)
                 self.added(node)
             self.following = None
 
-    def cascade(self, sums: Sequence[str], row: str, step: str) -> None:
+    def cascade(self, sums: Sequence[str], rows: str, step: str = "1") -> None:
         """Every so many rows, sums are put on top of those before."""
         if sums:
-            with self.block(f"if (({row} - mine.begin) % CASCADE < {step})"):
+            dividend = rows if rows.isidentifier() else f"({rows})"
+            with self.block(f"if ({dividend} % CASCADE < {step})"):
                 for name in sums:
                     self.line(f"parts_{name}.cascade(worker);")
+
+    def long_arrays(self, node: Loop) -> list[str]:
+        """The arrays of a worker's own that long sums are added up in, row by row of this loop."""
+        found = {
+            self.array(leaf.accumulator.op.name, leaf.accumulator.axes): leaf.accumulator.op
+            for leaf in walk(node)
+            if isinstance(leaf, Accumulate)
+        }
+        return [
+            name
+            for name, op in found.items()
+            if name in self.cascaded
+            and node.axis == [axis for axis in self.plan.axes if axis.name in op.axes][-1]
+        ]
 
     def next_row_pays(self, node: Loop) -> bool:
         """Whether the last pass over a row should prefetch the next one: rows are read in a first
@@ -208,7 +226,7 @@ class _Printer(LeafPrinter):
         """Several rows at a time, then one at a time, through the same body."""
         name = node.axis.name
         with self.block(f"const auto rows = [&]<int J>(int64_t {name}0)", "};"):
-            self.cascade(sums, f"{name}0", "J")
+            self.cascade(sums, f"{name}0 - mine.begin", "J")
             self.body(node.body)
             self.added(node, "J")
         self.line(f"int64_t {name}0 = mine.begin;")
@@ -234,6 +252,7 @@ class _Printer(LeafPrinter):
                 self.vector_loop(node, "0", f"n_{name}")
             else:
                 with self.block(f"for (int64_t {name} = 0; {name} < n_{name}; ++{name})"):
+                    self.cascade(self.long_arrays(node), name)
                     self.body(node.body)
                     self.added(node)
         self.run(run, outlive=outlive)
@@ -278,6 +297,8 @@ class _Printer(LeafPrinter):
                 return self.jam in self.varies[operand(accumulator)]
             case Keep(value, _, _) | Recall(value, _, _):
                 return self.jam in self.varies[value]
+            case Regroup(op, _):
+                return self.jam in self.varies[op.name]
             case Store(_, access):
                 return self.jam in access.strides
 

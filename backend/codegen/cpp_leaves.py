@@ -25,8 +25,10 @@ from normpass.backend.tree import (
     Load,
     Loop,
     Recall,
+    Regroup,
     Store,
 )
+from normpass.passes.region import EXPAND
 
 if TYPE_CHECKING:
     from normpass.passes.region import Op
@@ -57,6 +59,8 @@ class LeafPrinter(Names):
                 self.keep(value, axes)
             case Recall(value, axes, _):
                 self.recall(value, axes)
+            case Regroup(op, array):
+                self.regroup(op, array)
             case Store(output, access):
                 self.store(output.value, access)
 
@@ -95,6 +99,9 @@ class LeafPrinter(Names):
             size = index_expression(self.plan.numel[op.name])
             self.define(op.name, f"static_cast<scalar>({size})")
             return
+        if op.fn == EXPAND:
+            self.define(op.name, self.name(str(op.args[0])))
+            return
         row = POINTWISE[op.fn]
         vector = any(isinstance(arg, str) and self.is_vector(arg) for arg in op.args)
         args = [
@@ -117,10 +124,18 @@ class LeafPrinter(Names):
         """
         if accumulator.axes or accumulator.op.fn != "sum":
             return False
-        times = sympy.prod([self.plan.axis[axis].extent for axis in accumulator.op.axes])
+        times = self.additions(accumulator)
         if self.plan.vector in accumulator.op.axes:
             times = times / (LANES * REGISTERS if self.unrolled(accumulator) else LANES)
         return not times.is_number or times > LONG
+
+    def is_long_array(self, accumulator: Accumulator) -> bool:
+        """The same for each element of an array."""
+        times = self.additions(accumulator)
+        return accumulator.op.fn == "sum" and (not times.is_number or times > LONG)
+
+    def additions(self, accumulator: Accumulator) -> sympy.Expr:
+        return sympy.prod([self.plan.axis[axis].extent for axis in accumulator.op.axes])
 
     def long_sums(self, node: Loop) -> list[str]:
         """The long sums that a loop's body itself adds to, not a loop inside of it."""
@@ -151,6 +166,9 @@ class LeafPrinter(Names):
         if accumulator.axes:
             size = self.size_of(accumulator)
             array = self.array(name, accumulator.axes)
+            if array in self.cascaded:
+                self.line(f"parts_{array}.begin(worker);")
+                return
             self.line(f"std::fill_n({array}, {size}, {fn}::neutral<scalar>());")
             return
         kind = self.accumulator_type(accumulator)
@@ -195,8 +213,11 @@ class LeafPrinter(Names):
         return f"across<{COMBINE[accumulator.op.fn]}>({name})" if reduced else name
 
     def finish(self, accumulator: Accumulator) -> None:
+        array = self.array(accumulator.op.name, accumulator.axes)
         if not accumulator.axes:
             self.define(accumulator.op.name, self.across(accumulator))
+        elif array in self.cascaded:
+            self.line(f"parts_{array}.close(worker);")
 
     # -- arrays
 
@@ -205,11 +226,22 @@ class LeafPrinter(Names):
         self.line(write.format(self.element(value, axes), self.as_number(value)))
 
     def recall(self, value: str, axes: tuple[str, ...]) -> None:
-        vector = self.is_vector(value)
-        text = ("load<scalar>({}, lanes)" if vector else "*({})").format(self.element(value, axes))
+        text = self.read(value, self.element(value, axes))
         if value in self.truth:  # kept as a number
-            text = f"mask({text})" if vector else f"mask_of({text})"
+            text = f"mask({text})" if self.is_vector(value) else f"mask_of({text})"
         self.define(value, text)
+
+    def regroup(self, op: Op, array: Recall) -> None:
+        mine = set(array.axes) ^ set(op.axes)
+        axes = [axis.name for axis in self.plan.axes if axis.name in mine]
+        offset = self.offset(self.array_strides(axes))
+        self.define(
+            op.name, self.read(op.name, f"{self.array(array.value, array.axes)} + {offset}")
+        )
+
+    def read(self, value: str, address: str) -> str:
+        """A value's number, or its lanes, in an array."""
+        return f"load<scalar>({address}, lanes)" if self.is_vector(value) else f"*({address})"
 
     def hold(self, accumulator: Accumulator) -> None:
         """Reads an array's element once for all rows of a jam."""

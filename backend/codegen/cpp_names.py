@@ -56,6 +56,7 @@ class Names:
         self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
         self.following: str | None = None  # the axis whose next row is worth prefetching
         self.last_pass = False  # whether the loop being printed is the last over its row
+        self.cascaded: set[str] = set()  # arrays of a worker's own that long sums are added up in
         self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
 
     def _choose_jam(self) -> tuple[str | None, int]:

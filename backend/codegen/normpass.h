@@ -410,17 +410,26 @@ class Arrays {
   std::unique_ptr<T[]> data_;
 };
 
-// A reduction that workers share: each has an array for the CASCADE rows at hand, one for its total, and one
-// for what the total has lost.
+// A reduction of many rows into arrays: each worker has one for the CASCADE rows at hand, one for its total, and
+// one for what the total has lost. Workers share a reduction (combine), or each has its own (begin, close).
 template <class T, class R>
 class Partials : Arrays<T> {
  public:
   // Also workers that get no share must add nothing.
   Partials(int workers, int64_t size) : Arrays<T>(3 * workers, size), sharing_(workers) {
-    std::fill_n(of(0), 2 * workers * this->pitch_, R::template neutral<T>());
-    std::fill_n(lost(0), workers * this->pitch_, T(0));
+    for (int worker = 0; worker < workers; ++worker) begin(worker);
   }
   T* of(int worker) { return Arrays<T>::of(worker); }
+  void begin(int worker) {
+    std::fill_n(of(worker), this->size_, R::template neutral<T>());
+    std::fill_n(total(worker), this->size_, R::template neutral<T>());
+    std::fill_n(lost(worker), this->size_, T(0));
+  }
+  // Leaves a worker's total in its first array.
+  void close(int worker) {
+    cascade(worker);
+    std::copy_n(total(worker), this->size_, of(worker));
+  }
   // Adds a worker's rows at hand to its total and begins anew.
   void cascade(int worker) {
     T *part = of(worker), *all = total(worker), *rest = lost(worker);

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from norm_regions import CASES, decisions, fused
 from snapshots import assert_snapshot
-from torch import nn
+from torch import Tensor, nn
 
 from normpass.backend.explain import kernel_source
 
@@ -26,3 +26,20 @@ def test_a_kernel_that_takes_two_rows_at_a_time() -> None:
     made = fused(lambda: nn.LayerNorm(32768), (64, 32768), False, backward=True)
     (backward,) = (decision for decision in made if decision.phase == "backward")
     assert_snapshot("cpp/layer_norm_two_rows.txt", f"// backward\n{kernel_source(backward)}")
+
+
+class ChannelsLast(nn.Module):
+    """Group norm of images that lie as n h w c."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(0, 3, 1, 2))
+
+
+def test_a_kernel_whose_lanes_run_along_all_groups() -> None:
+    made = fused(ChannelsLast, (16, 64, 64, 64), False, backward=True)
+    kernels = [f"// {decision.phase}\n{kernel_source(decision)}" for decision in made]
+    assert_snapshot("cpp/group_norm_channels_last.txt", "\n\n".join(kernels))

@@ -11,14 +11,19 @@ import bounded
 import pytest
 import random_regions
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 
 from normpass.backend import reference, runtime
-from normpass.passes.region import parse, verify
+from normpass.backend.plan import make_plan
+from normpass.passes.region import REGROUP, parse, verify
 
 QUIET = {
     "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    "suppress_health_check": [
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.function_scoped_fixture,
+    ],
 }
 
 
@@ -59,6 +64,21 @@ def check(case: random_regions.Case) -> None:
 @settings(max_examples=25, derandomize=True, **QUIET)
 @given(random_regions.cases())
 def test_random_regions(case: random_regions.Case) -> None:
+    check(case)
+
+
+@settings(max_examples=15, derandomize=True, **QUIET)
+@given(random_regions.grouped_cases())
+def test_random_groups(case: random_regions.Case) -> None:
+    assume(any(op.fn == REGROUP for op in make_plan(case.region).region.ops))
+    check(case)
+
+
+@pytest.mark.sweep
+@settings(max_examples=200, print_blob=True, **QUIET)
+@given(random_regions.grouped_cases())
+def test_many_random_groups(case: random_regions.Case) -> None:
+    assume(any(op.fn == REGROUP for op in make_plan(case.region).region.ops))
     check(case)
 
 
