@@ -1,8 +1,8 @@
 """From a region to a kernel plan: which loops, in which order, and what each of them computes.
 
 A plan is a tree (tree.py) over axes in one order (axes.py), with every value in its place
-(schedule.py). Every generator prints this tree, and none of them decides anything about
-dependences.
+(schedule.py). Lanes run along one of the axes, or along short groups together (regroup.py). Every
+generator prints this tree, and none of them decides anything about dependences.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def regroup(
     region: Region, axes: Sequence[LoopAxis], accesses: Mapping[str, Access], vector: str
 ) -> Regrouped | None:
     """A coalesced region with its lanes along groups and members together; None if its pieces are
-    long enough, its tensors are not laid out so, or groups are looked at pixel by pixel.
+    long enough, its tensors are not laid out so, groups are looked at pixel by pixel, or two values
+    would have one name.
     """
     (member,) = (axis for axis in axes if axis.name == vector)
     local = local_axes(region)
@@ -75,6 +76,9 @@ def regroup(
     rewritten = rewriting.run()
     if truth_values(region) & rewriting.through_arrays:
         return None  # arrays hold numbers
+    names = [*(buffer.name for buffer in region.inputs), *(op.name for op in rewritten.ops)]
+    if len(set(names)) < len(names):
+        return None  # a value has a name that a part of a sum would get
     looked_at = [str(op.args[0]) for op in rewritten.ops if op.fn == REGROUP]
     if any(rewritten.varies[value] & local - {vector} for value in looked_at):
         return None  # pixel by pixel there is nothing to gain

@@ -245,6 +245,10 @@ def cases(draw: DrawFn, builders: type[_Builder] = _Builder) -> Case:
     )
 
 
+def grouped_cases() -> st.SearchStrategy[Case]:
+    return cases(_Grouped)
+
+
 # ---- tensors
 
 
@@ -268,10 +272,3 @@ def tensors(case: Case, extents: Mapping[str, int]) -> list[torch.Tensor]:
         base = torch.empty(max(reach, 1), dtype=buffer.dtype)
         made.append(base.as_strided(whole, strides).copy_(values).expand(shape))
     return made
-
-
-# ---- evaluation
-
-
-def grouped_cases() -> st.SearchStrategy[Case]:
-    return cases(_Grouped)

@@ -61,6 +61,11 @@ def check(case: random_regions.Case) -> None:
                 bounded.assert_within(result, want, what)
 
 
+def check_regrouped(case: random_regions.Case) -> None:
+    assume(any(op.fn == REGROUP for op in make_plan(case.region).region.ops))
+    check(case)
+
+
 @settings(max_examples=25, derandomize=True, **QUIET)
 @given(random_regions.cases())
 def test_random_regions(case: random_regions.Case) -> None:
@@ -70,16 +75,14 @@ def test_random_regions(case: random_regions.Case) -> None:
 @settings(max_examples=15, derandomize=True, **QUIET)
 @given(random_regions.grouped_cases())
 def test_random_groups(case: random_regions.Case) -> None:
-    assume(any(op.fn == REGROUP for op in make_plan(case.region).region.ops))
-    check(case)
+    check_regrouped(case)
 
 
 @pytest.mark.sweep
 @settings(max_examples=200, print_blob=True, **QUIET)
 @given(random_regions.grouped_cases())
 def test_many_random_groups(case: random_regions.Case) -> None:
-    assume(any(op.fn == REGROUP for op in make_plan(case.region).region.ops))
-    check(case)
+    check_regrouped(case)
 
 
 @pytest.mark.sweep
