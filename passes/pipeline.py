@@ -1,6 +1,6 @@
 """The order of passes: the only place where it exists.
 
-    graph -> grow -> lower -> judge -> put, one region at a time
+    graph without no-ops -> grow -> lower -> judge -> put, one region at a time
 
 Each accepted region changes the graph, so what can still be fused without a cycle is asked of the
 graph as it is. A stage that fails (a fault of ours) refuses its region and leaves the graph as it
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from normpass.passes import faults, names
 from normpass.passes.lower import Lowered, NotLowered, lower
+from normpass.passes.noops import remove_noops
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
@@ -91,6 +92,7 @@ STAYS = "What is not fused yet stays with Inductor"
 
 def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
     """Grows and judges one region after the other; adds to `decisions`."""
+    remove_noops(graph)
     settled: set[Node] = set()  # nodes of refused regions
     grower = Grower(graph)
     for seed in seeds(graph):
