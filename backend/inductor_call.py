@@ -8,8 +8,9 @@ Code without Python cannot call it at all: AOTInductor packages run in C++ alone
 meant to. Regions stay with Inductor there until kernels can be packaged (`without_python`).
 
 Uses of torch._inductor here (ir.FallbackKernel, register_lowering, add_import_once,
-config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation) were checked
-on torch 2.11, 2.13 and 2.15; where they are missing, the operator is called as any other.
+config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation, and
+GraphLowering.find_nodes_prefer_channels_last) were checked on torch 2.11, 2.13 and 2.15; where they
+are missing, the operator is called as any other.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from normpass.backend.images import images
+from normpass.backend.inductor_mistakes.mistake import wrap
 from normpass.backend.memory_format import Wishes, settled
 from normpass.backend.op import print_for, region_op
 from normpass.backend.runtime import kernel
 from normpass.passes import faults
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,9 @@ IMPORT = f"from normpass.backend.runtime import launch as {NAME}"
 
 @cache
 def install() -> None:
-    """Tells Inductor, once a process, how to lower the operator. Nothing else is changed."""
+    """Tells Inductor, once a process, how to lower the operator and what lies beside it. Graphs
+    without regions are compiled as ever.
+    """
     try:
         _install()
     except Exception as error:  # another Inductor than those that were checked
@@ -84,8 +89,24 @@ def _start(text: str, device: str) -> None:
         kernel(text)
 
 
+def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What Inductor prefers to have in channels_last, without what is no image: where there are
+    regions, they have settled where it lies.
+    """
+
+    def find_nodes_prefer_channels_last(lowering: Any) -> Any:
+        found, graph = find(lowering), lowering.module.graph
+        if not graph.find_nodes(op="call_function", target=region_op):
+            return found
+        kept = images(graph)
+        return type(found)(node for node in found if node in kept)
+
+    return find_nodes_prefer_channels_last
+
+
 def _install() -> None:
     from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
     from torch.utils._pytree import tree_map
@@ -99,6 +120,8 @@ def _install() -> None:
                 wrapper.add_import_once(IMPORT)
                 self.python_kernel_name = NAME
             super().codegen(wrapper)
+
+    wrap(GraphLowering, "find_nodes_prefer_channels_last", _only_images)
 
     @register_lowering(region_op, type_promotion_kind=None)
     def lower(inputs: Sequence[Any], sizes: Sequence[Any], text: str) -> Any:

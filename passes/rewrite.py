@@ -7,7 +7,7 @@ import operator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -60,17 +60,31 @@ def _insert(
         sizes = [_read(graph, measure) for measure in measures]
     call.args = (list(lowered.inputs), sizes, str(lowered.region))
     call.meta = {key: last.meta[key] for key in KEPT_META if key in last.meta}
-    call.meta["val"] = [node.meta["val"] for node in lowered.outputs]
+    call.meta["val"] = _results(lowered, [measure.size for measure in measures])
     after, items = call, {}
     for k, node in enumerate(lowered.outputs):
         with graph.inserting_after(after):
             item = graph.call_function(operator.getitem, (call, k))
-        item.meta = dict(node.meta)
+        item.meta = {**node.meta, "val": call.meta["val"][k]}
         node.replace_all_uses_with(item)
         items[node] = after = item
     for node, same in lowered.repeated:
         node.replace_all_uses_with(items[same])
     return call
+
+
+def _results(lowered: Lowered, sizes: Sequence[Any]) -> list[torch.Tensor]:
+    """Examples of the results, with the strides that the region gives them."""
+    region = lowered.region
+    extents = region.extents(sizes)
+    results = []
+    for node, output in zip(lowered.outputs, region.outputs, strict=True):
+        value, strides = node.meta["val"], region.strides(output.buffer, extents)
+        steps = zip(value.shape, value.stride(), strides, strict=True)
+        if any(size != 1 and old != new for size, old, new in steps):
+            value = value.new_empty_strided(value.shape, strides)
+        results.append(value)
+    return results
 
 
 @contextmanager
@@ -106,6 +120,10 @@ class Measure:
     dim: int = 0
     divisor: int = 1
 
+    @property
+    def size(self) -> int | torch.SymInt:
+        return self.value if self.divisor == 1 else self.value // self.divisor
+
 
 def locate(size: sympy.Expr, inputs: Sequence[Node]) -> Measure:
     """Where a size can be read, given a region's inputs.
@@ -138,7 +156,7 @@ def _read(graph: Graph, measure: Measure) -> Node:
     if measure.divisor == 1:
         return size
     quotient = graph.call_function(operator.floordiv, (size, measure.divisor))
-    quotient.meta["val"] = measure.value // measure.divisor
+    quotient.meta["val"] = measure.size
     return quotient
 
 
