@@ -195,6 +195,37 @@ NORMPASS_UNARY(cos_, std::cos(x), x.cos())
 NORMPASS_UNARY(sigmoid_, 1 / (1 + std::exp(-x)), (Vectorized<T>(T(1)) + x.neg().exp()).reciprocal())
 #undef NORMPASS_UNARY
 
+// x P(x^2) / Q(x^2), held at its value in `bound` beyond. Fitted to a relative error below 2e-8 in exact
+// arithmetic; three units in the last place as computed. at::vec takes an exponential for erf, which is off by
+// 5e-7 and by all of a small result, and a library's call for tanh: two and four times as long.
+template <size_t N, size_t M>
+inline Vectorized<float> odd_ratio(
+    Vectorized<float> x, float bound, const float (&numerator)[N], const float (&denominator)[M]) {
+  using V = Vectorized<float>;
+  const V held = at::vec::clamp(x, V(-bound), V(bound)), square = held * held;  // NaN stays
+  V p(numerator[N - 1]), q(denominator[M - 1]);
+  for (size_t k = N - 1; k-- > 0;) p = at::vec::fmadd(p, square, V(numerator[k]));
+  for (size_t k = M - 1; k-- > 0;) q = at::vec::fmadd(q, square, V(denominator[k]));
+  return at::vec::clamp(held * p / q, V(-1), V(1));
+}
+
+inline Vectorized<float> erf_(Vectorized<float> x) {
+  return odd_ratio(
+      x, 3.92f,
+      {1.1283791464902603f, 0.1903787428234759f, 0.05274455759951146f, 0.00376429435611342f,
+       0.00028483031235321801f, 2.0499998287500616e-6f},
+      {1.0f, 0.50205151697658399f, 0.11409719930442625f, 0.014966582824622059f, 0.0011621727928654083f,
+       3.8088077431635578e-5f});
+}
+
+inline Vectorized<float> tanh_(Vectorized<float> x) {
+  return odd_ratio(
+      x, 9.02f,
+      {0.99999999871186613f, 0.13679956598305715f, 0.0038683782625251193f, 2.8008386502805623e-5f,
+       3.0586891989268438e-8f, -1.2204530640892255e-11f},
+      {1.0f, 0.47013288674685645f, 0.027246027623619035f, 0.00039387169055002992f, 1.2874265726167488e-6f});
+}
+
 inline float pow_(float x, float y) { return std::pow(x, y); }
 inline double pow_(double x, double y) { return std::pow(x, y); }
 template <class T>
