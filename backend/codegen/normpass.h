@@ -173,6 +173,20 @@ inline Vectorized<T> not_(Vectorized<T> a) { return a ^ mask<T>(true); }
 
 // ---- functions that numbers and vectors spell differently
 
+#if defined(CPU_CAPABILITY_AVX512)
+// 2^n (1 + r + r^2 / 2 + ...) where x = n ln 2 + r: half as long as a library's, as exact (one unit in the last
+// place). ln 2 is taken off in two parts, of which the first is short enough for n times it to be exact.
+inline Vectorized<float> exp_(Vectorized<float> x) {
+  using V = Vectorized<float>;
+  const V held = at::vec::clamp(x, V(-104.0f), V(89.0f));  // 0 and infinity beyond; NaN stays
+  const V n = _mm512_roundscale_ps(held * V(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V r = at::vec::fmadd(n, V(-1.42860682e-6f), at::vec::fmadd(n, V(-0.69314575f), held));
+  V p(1 / 5040.0f);
+  for (const float c : {1 / 720.0f, 1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 0.5f, 1.0f, 1.0f}) p = at::vec::fmadd(p, r, V(c));
+  return _mm512_scalef_ps(p, n);
+}
+#endif
+
 #define NORMPASS_UNARY(name, scalar_expression, vector_expression) \
   inline float name(float x) { return scalar_expression; }         \
   inline double name(double x) { return scalar_expression; }       \
@@ -192,7 +206,7 @@ NORMPASS_UNARY(tanh_, std::tanh(x), x.tanh())
 NORMPASS_UNARY(erf_, std::erf(x), x.erf())
 NORMPASS_UNARY(sin_, std::sin(x), x.sin())
 NORMPASS_UNARY(cos_, std::cos(x), x.cos())
-NORMPASS_UNARY(sigmoid_, 1 / (1 + std::exp(-x)), (Vectorized<T>(T(1)) + x.neg().exp()).reciprocal())
+NORMPASS_UNARY(sigmoid_, 1 / (1 + std::exp(-x)), (Vectorized<T>(T(1)) + exp_(x.neg())).reciprocal())
 #undef NORMPASS_UNARY
 
 // x P(x^2) / Q(x^2), held at its value in `bound` beyond. Fitted to a relative error below 2e-8 in exact
