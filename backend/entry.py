@@ -1,12 +1,15 @@
 """The backend: a Dynamo graph in, a compiled callable out. The whole data flow, read from top to
 bottom.
 
-    Dynamo graph -> AOTAutograd with our decompositions -> forward and backward graph -> FusionPass:
-    regions, one op each -> Inductor lays out the rest -> a region's tensors are settled and its
-    kernel starts to compile -> the rest compiled by Inductor.
+    Dynamo graph -> AOTAutograd with our decompositions -> SavingPass: what is computed again ->
+    forward and backward graph -> FusionPass: regions, one op each -> Inductor lays out the rest ->
+    a region's tensors are settled and its kernel starts to compile -> the rest compiled by
+    Inductor.
 
 Uses of torch._inductor here (compile_fx with decompositions and config_patches, CustomGraphPass,
-list_mode_options) were checked on torch 2.11, 2.13 and 2.15.
+list_mode_options; joint_custom_post_pass, activation_memory_budget of torch._functorch.config, and
+the marks that activation checkpointing makes for the partitioner) were checked on torch 2.11, 2.13
+and 2.15.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from normpass.backend import dump, inductor_call, inductor_mistakes, record, toolchain
 from normpass.backend.memory_format import as_expected
+from normpass.backend.mutated import constant_inputs
 from normpass.backend.op import print_for, region_op
 from normpass.backend.options import Options
 from normpass.backend.plan import make_plan
@@ -32,7 +37,7 @@ from normpass.backend.traffic import traffic
 from normpass.decomps import digest, registry
 from normpass.decomps.activate import is_registered, without_ours
 from normpass.decomps.inductor_state import as_tuple
-from normpass.passes import faults
+from normpass.passes import faults, saved
 from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
 
 if TYPE_CHECKING:
@@ -79,6 +84,9 @@ def _compile_with_inductor(
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     # What `register` fuses under stock Inductor is fused here, with these options, and once.
     patches["post_grad_custom_pre_pass"] = FusionPass(settings, as_tuple(without_ours(before)))
+    if settings.recompute:
+        before = patches.get("joint_custom_post_pass", config.joint_custom_post_pass)
+        patches["joint_custom_post_pass"] = SavingPass(settings, as_tuple(before))
     compiled: Any = compile_fx(
         graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
     )
@@ -137,10 +145,8 @@ def decomposition_table(_digest: str = "") -> DecompositionTable:
     return DecompositionTable({**select_decomp_table(), **registry.decompositions()})
 
 
-class FusionPass(CustomGraphPass):
-    """Fuses the regions of one forward or backward graph. Runs after the passes that were
-    configured before it.
-    """
+class _Pass(CustomGraphPass):
+    """A pass over a graph that runs after those that were configured before it."""
 
     def __init__(self, settings: Options | None = None, before: tuple[Any, ...] = ()) -> None:
         self.settings = settings or Options.parse(None)
@@ -149,6 +155,39 @@ class FusionPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for other in self.before:
             other(graph)
+        self.run(graph)
+
+    def run(self, graph: Graph) -> None:
+        raise NotImplementedError
+
+    def uuid(self) -> Any:
+        """What Inductor's cache knows this pass by: our sources, the options, and what is mended in
+        Inductor. None, so no caching, if a pass before ours has no identity.
+        """
+        others = [
+            other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
+        ]
+        if None in others:
+            return None
+        # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
+        mended = inductor_mistakes.key()
+        return f"normpass {source_digest()} {self.settings} {is_registered()} {mended} {others}"
+
+
+class SavingPass(_Pass):
+    """Chooses what a forward graph saves for the backward one, before they are split."""
+
+    def run(self, graph: Graph) -> None:
+        if functorch_config.activation_memory_budget != 1:
+            return  # the user has chosen
+        with faults.survived("choosing what is saved", "a graph", "Stock's choice is taken"):
+            saved.mark(graph, constant_inputs(graph))
+
+
+class FusionPass(_Pass):
+    """Fuses the regions of one forward or backward graph."""
+
+    def run(self, graph: Graph) -> None:
         if not self.settings.fuse:
             return
         number = dump.graph(self.settings.debug, "20_before", graph)
@@ -187,19 +226,6 @@ class FusionPass(CustomGraphPass):
             return why
         accept = _accept if self.settings.least_bytes is not None else _accept_if_it_pays
         return accept(lowered, estimate)
-
-    def uuid(self) -> Any:
-        """What Inductor's cache knows this pass by: our sources, the options, and what is mended in
-        Inductor. None, so no caching, if a pass before ours has no identity.
-        """
-        others = [
-            other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
-        ]
-        if None in others:
-            return None
-        # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
-        mended = inductor_mistakes.key()
-        return f"normpass {source_digest()} {self.settings} {is_registered()} {mended} {others}"
 
 
 def fusion_pass() -> FusionPass:

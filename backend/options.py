@@ -30,6 +30,13 @@ class Options:
             "default of the device (backend/options.py and passes/profit.py)"
         },
     )
+    recompute: bool = field(
+        default=True,
+        metadata={
+            "help": "whether the backward computes again what would be saved for matrix products "
+            "alone, from what is saved anyway"
+        },
+    )
     debug: str | None = field(
         default=None,
         metadata={
@@ -66,8 +73,9 @@ class Options:
             raise ValueError(
                 f"option inner: expected one of {', '.join(choices)}, found {result.inner!r}"
             )
-        if not isinstance(result.fuse, bool):
-            raise ValueError(f"option fuse: expected True or False, found {result.fuse!r}")
+        for name in ("fuse", "recompute"):
+            if not isinstance(value := getattr(result, name), bool):
+                raise ValueError(f"option {name}: expected True or False, found {value!r}")
         if result.least_bytes is not None and not isinstance(result.least_bytes, int):
             raise ValueError(
                 "option least_bytes: expected a number of bytes or None, found "

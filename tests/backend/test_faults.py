@@ -19,7 +19,7 @@ from normpass.backend.codegen import cpp
 from normpass.backend.codegen import triton as triton_generator
 from normpass.backend.codegen.triton_stages import UnsupportedPlanError
 from normpass.backend.options import Options
-from normpass.passes import faults, names, pipeline, regions, rewrite
+from normpass.passes import faults, names, pipeline, regions, rewrite, saved
 from normpass.passes.pipeline import Fused, Refused
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ PER_GRAPH: dict[str, tuple[object, str, str]] = {
     "dump": (dump, "kernels", "the record of what was fused"),
 }
 IN_LOWERING: dict[str, tuple[object, str, str]] = {
+    "saved": (saved, "mark", "choosing what is saved"),
     "foretold": (entry, "as_expected", "foretelling where tensors lie"),
     "settled": (inductor_call, "settled", "settling where its tensors lie"),
     "start": (inductor_call, "_start", "the start of a kernel"),
