@@ -31,7 +31,7 @@ class Options:
         },
     )
     recompute: bool = field(
-        default=True,
+        default=False,
         metadata={
             "help": "whether the backward computes again what would be saved for matrix products "
             "alone, from what is saved anyway"

@@ -218,7 +218,7 @@ def test_a_user_s_checkpoint_is_compiled() -> None:
         return net[1](checkpoint(net[0], x, use_reentrant=False))
 
     x = torch.randn(256, WIDTH, dtype=torch.float64)
-    found = step(torch.compile(f, backend="normpass", options={"least_bytes": 0}), net, x)
+    found = step(torch.compile(f, backend="normpass", options={"recompute": True}), net, x)
     torch.testing.assert_close(found, step(net, net, x), rtol=1e-9, atol=1e-9)
 
 
@@ -265,5 +265,5 @@ def test_an_input_that_is_written_to_is_another_in_the_backward(
         (found,) = torch.autograd.grad(f(b, w, *views).sin().sum(), w)
         return found
 
-    compiled: Any = torch.compile(function, backend="normpass")
+    compiled: Any = torch.compile(function, backend="normpass", options={"recompute": True})
     torch.testing.assert_close(gradient(compiled), gradient(function), rtol=1e-9, atol=1e-9)
