@@ -35,7 +35,8 @@ FIRST_CALL, LATER_CALLS = 120, 30
 class Case:
     """mistake: its name in inductor_mistakes. make: the inputs; those that float are differentiated
     where there are gradients. corrupts: whether wrong code writes where it must not. since: the
-    first version of torch that compiles this function into loops which show the mistake.
+    first version of torch that compiles this function into loops which show the mistake. written:
+    whether the caller then writes to each result, which changes no other and no input.
     """
 
     mistake: str
@@ -44,6 +45,7 @@ class Case:
     gradients: bool = True
     corrupts: bool = False
     since: str = "2.11"
+    written: bool = False
 
 
 def scattered(g: Tensor, i: Tensor, h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -112,6 +114,11 @@ def swapped(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     y.copy_(before)
     z[1:] = z[:-1].clone()
     return x, y, z
+
+
+def scaled_by_one(x: Tensor) -> tuple[Tensor, ...]:
+    ones, y = torch.ones(8), x.sin()
+    return x * ones, (x / ones - torch.zeros(8)).view(-1), y, y + torch.zeros(())
 
 
 def pooled_to_the_end(x: Tensor) -> Tensor:
@@ -201,6 +208,14 @@ CASES = {
         lambda: (double(5, 8), double(5, 8), double(6, 16)),
         gradients=False,
     ),
+    "scaled_by_one": Case("neutral_results", scaled_by_one, lambda: (double(5, 8),), written=True),
+    "scaled_by_the_number_one": Case(
+        "neutral_results",
+        lambda x: (x / 1, x * 1.0, 0 + x),
+        lambda: (double(5, 8),),
+        since="2.14",
+        written=True,
+    ),
     "pooled_to_the_end": Case("clipped_windows", pooled_to_the_end, lambda: (double(2, 3, 7, 7),)),
     "largest": Case("equal_maxima", largest, lambda: (double(37, 5), double(37, 5))),
     "pooled_across": Case("positions_in_windows", pooled_across, lambda: (double(2, 3, 23, 21),)),
@@ -266,7 +281,12 @@ def _results(function: Any, case: Case, inputs: tuple[Tensor, ...]) -> list[Tens
         thread.start()
         thread.join()
         assert gradients, "the backward raised an error"
-    return [y.detach() for y in (*outputs, *gradients)]
+    results = [y.detach() for y in (*outputs, *gradients)]
+    if case.written:
+        for k, result in enumerate(results):
+            result.add_(k + 1)
+        results += [x.detach() for x in inputs]
+    return results
 
 
 def _distance(found: Tensor, right: Tensor) -> float:

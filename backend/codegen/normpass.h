@@ -211,7 +211,7 @@ NORMPASS_UNARY(sigmoid_, 1 / (1 + std::exp(-x)), (Vectorized<T>(T(1)) + exp_(x.n
 
 // x P(x^2) / Q(x^2), held at its value in `bound` beyond. Fitted to a relative error below 2e-8 in exact
 // arithmetic; three units in the last place as computed. at::vec takes an exponential for erf, which is off by
-// 5e-7 and by all of a small result, and a library's call for tanh: two and four times as long.
+// 5e-7 and by all of a small result, and a library's call for tanh: three and six times as long.
 template <size_t N, size_t M>
 inline Vectorized<float> odd_ratio(
     Vectorized<float> x, float bound, const float (&numerator)[N], const float (&denominator)[M]) {

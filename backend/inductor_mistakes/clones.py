@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.backend.inductor_mistakes.mistake import Mistake, decision, wrap
-from normpass.backend.inductor_mistakes.nodes import storage
+from normpass.backend.inductor_mistakes.nodes import hidden, storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,16 +28,8 @@ def mend() -> Undo:
 
     def around(original: Callable[..., None]) -> Callable[..., None]:
         def remove_noop_ops(graph: Graph, *args: Any, **kwargs: Any) -> None:
-            # Marked as what the pass does not know, a clone stays.
-            kept = _copies_of_written_inputs(graph)
-            targets = [node.target for node in kept]
-            for node in kept:
-                node.target = _kept
-            try:
+            with hidden(_copies_of_written_inputs(graph)):
                 original(graph, *args, **kwargs)
-            finally:
-                for node, target in zip(kept, targets, strict=True):
-                    node.target = target
 
         return remove_noop_ops
 
@@ -54,10 +46,6 @@ def _copies_of_written_inputs(graph: Graph) -> list[Node]:
         for node in graph.find_nodes(op="call_function", target=op)
         if storage(node.args[source]) in written
     ]
-
-
-def _kept(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a graph runs only after its targets are put back")
 
 
 MISTAKE = Mistake(

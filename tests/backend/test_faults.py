@@ -84,7 +84,7 @@ class Net(nn.Module):
         return self.second(self.linear(self.first(x)).relu())
 
 
-def gradients(function: Callable[..., torch.Tensor], net: Net, x: torch.Tensor) -> list[Any]:
+def gradients(function: Callable[..., torch.Tensor], net: nn.Module, x: torch.Tensor) -> list[Any]:
     y = function(x)
     return [y, *torch.autograd.grad(y.sin().sum(), [x, *net.parameters()])]
 
@@ -102,8 +102,14 @@ def survive(
 ) -> list[Fused | Refused]:
     """Compiles and runs a model while something is broken. Returns the decisions."""
     net, x = Net(width), torch.randn(3, 7, width, requires_grad=True)
+    return survived_by(net, x, caplog, stage, dynamic=True, **options)
+
+
+def survived_by(
+    net: nn.Module, x: torch.Tensor, caplog: pytest.LogCaptureFixture, stage: str, **options: Any
+) -> list[Fused | Refused]:
     with record.listen() as heard:
-        found = gradients(compile_fused(net, dynamic=True, **options), net, x)
+        found = gradients(compile_fused(net, **options), net, x)
     for ours, theirs in zip(found, gradients(net, net, x), strict=True):
         torch.testing.assert_close(ours, theirs)
     (warning,) = warnings_of(caplog)
@@ -150,6 +156,17 @@ def test_a_fault_in_lowering_costs_no_fusion(
     owner, function, stage = IN_LOWERING[name]
     monkeypatch.setattr(owner, function, fail)
     decisions = survive(80 + [*IN_LOWERING].index(name), caplog, stage, recompute=True)
+    assert {type(decision) for decision in decisions} == {Fused}
+
+
+def test_a_fault_among_images_costs_no_fusion(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which only graphs with convolutions have, of sizes that are known."""
+    monkeypatch.setattr(inductor_call, "images", fail)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 3))
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    decisions = survived_by(net, x, caplog, "telling images from the rest")
     assert {type(decision) for decision in decisions} == {Fused}
 
 

@@ -18,6 +18,7 @@ from normpass.backend.inductor_mistakes import (
     equal_maxima,
     in_place,
     install,
+    neutral,
     overwritten,
     uninstall,
 )
@@ -124,6 +125,15 @@ def test_clones_are_kept_of_inputs_that_change() -> None:
     x, _, z = graph.find_nodes(op="placeholder")
     assert x in sources
     assert z not in sources
+
+
+# --- neutral elements ---------------------------------------------------------------------------
+
+
+def test_what_nobody_is_handed_may_be_x_itself() -> None:
+    graph = functional(lambda x: ((x * 1).exp(), (x / 1).view(-1), x + 0), X).graph
+    kept = {node.target for node in neutral._handed_out(graph)}
+    assert kept == {aten.div.Tensor, aten.add.Tensor}
 
 
 # --- maxima -------------------------------------------------------------------------------------

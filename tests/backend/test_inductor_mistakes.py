@@ -51,7 +51,7 @@ def patched() -> list[Any]:
         OuterLoopFusedSchedulerNode,
     )
     from torch._inductor.decomposition import decompositions, select_decomp_table
-    from torch._inductor.fx_passes import post_grad, reinplace
+    from torch._inductor.fx_passes import joint_graph, post_grad, reinplace
     from torch._inductor.scheduler import SchedulerNode
 
     return [
@@ -60,6 +60,7 @@ def patched() -> list[Any]:
         vars(CppKernelProxy)["aggregate_reduction_buffers"],
         vars(OuterLoopFusedSchedulerNode)["check_outer_fusion_loop_level_attr"],
         post_grad.remove_noop_ops,
+        joint_graph.remove_no_ops,
         compile_fx.min_cut_rematerialization_partition,
         _prims_common.clone_preserve_strides,
         dict(lowering._maybe_layout_constraints),

@@ -291,7 +291,6 @@ def test_what_the_caller_gets_lies_as_in_eager_mode() -> None:
 
 
 def test_images_end_at_permutations() -> None:
-
     def f(x: Tensor, weight: Tensor) -> Tensor:
         y = F.conv2d(x, weight).relu().permute(0, 2, 3, 1)
         return F.conv2d((y - y.mean(-1, keepdim=True)).exp().permute(0, 3, 1, 2).sin(), weight)
