@@ -25,7 +25,9 @@ import torch
 
 log = logging.getLogger(__name__)
 
-HEADER = Path(__file__).parent / "codegen" / "normpass.h"
+FOLDER = Path(__file__).parent / "codegen"
+# Generated kernels include the first, and that the others.
+HEADERS = tuple(FOLDER / name for name in ("normpass.h", "functions.h"))
 # Contracting a*b+c is one rounding less: never a larger error, and the same bits on every run.
 # Warnings are those of torch's own headers by the hundred: off, so that an error can be read.
 EXTRA_FLAGS = ("-ffp-contract=fast", "-w")
@@ -61,7 +63,7 @@ def cache_dir() -> Path:
 
 @cache
 def _header_digest() -> bytes:
-    return hashlib.sha256(HEADER.read_bytes()).digest()
+    return hashlib.sha256(b"".join(header.read_bytes() for header in HEADERS)).digest()
 
 
 def _builder(
@@ -98,14 +100,14 @@ def _include() -> Path:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if not (config.cpp_cache_precompile_headers and cpp_builder.is_gcc()):
-        return HEADER.parent
+        return FOLDER
     key = hashlib.sha256(_header_digest() + torch.__version__.encode() + _command()).hexdigest()
     home = Path(default_cache_dir()) / "precompiled_headers" / f"normpass_{key[:16]}"
     if not (home / "normpass.h.gch").exists():
         home.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home.parent) as folder:
-            header = shutil.copy(HEADER, folder)
-            _builder(Path(header), header, Path(folder), HEADER.parent, precompiling=True).build()
+            header, *_ = [shutil.copy(header, folder) for header in HEADERS]
+            _builder(Path(header), header, Path(folder), FOLDER, precompiling=True).build()
             with suppress(OSError):  # another process was first
                 Path(folder).rename(home)
             Path(folder).mkdir(exist_ok=True)
