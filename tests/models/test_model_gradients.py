@@ -5,12 +5,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from model_families import DIFFUSERS, TRANSFORMERS, Family, compare, wrong
 
 from normpass.backend import inductor_mistakes
+from normpass.passes import saved
 
-OPTIONS = [pytest.param({}, id="default"), pytest.param({"least_bytes": 0}, id="all-regions")]
+ALL_REGIONS = {"least_bytes": 0}
+ALL_RECOMPUTED = {**ALL_REGIONS, "recompute": True}
+OPTIONS = [
+    pytest.param({}, id="default"),
+    pytest.param(ALL_REGIONS, id="all-regions"),
+    pytest.param(ALL_RECOMPUTED, id="all-recomputed"),
+]
+
+
+@pytest.fixture(autouse=True)
+def whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small: what is not worth it at their size is computed again all the same."""
+    monkeypatch.setattr(saved, "LEAST_BYTES", 0)
+    monkeypatch.setattr(saved, "LEAST_WORK", 0)
 
 
 def need(family: Family) -> None:
@@ -22,17 +38,18 @@ def need(family: Family) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", DIFFUSERS)
-def test_gradients_of_diffusers(name: str, options: dict[str, int]) -> None:
+def test_gradients_of_diffusers(name: str, options: dict[str, Any]) -> None:
     need(DIFFUSERS[name])
     assert not wrong(compare(DIFFUSERS[name], options=options))
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.sweep
+@pytest.mark.parametrize("options", OPTIONS[1:])
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_gradients_of_transformers(name: str) -> None:
+def test_gradients_of_transformers(name: str, options: dict[str, Any]) -> None:
     need(TRANSFORMERS[name])
-    assert not wrong(compare(TRANSFORMERS[name], options={"least_bytes": 0}))
+    assert not wrong(compare(TRANSFORMERS[name], options=options))
 
 
 @pytest.mark.filterwarnings("default")
