@@ -26,12 +26,11 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from normpass.backend import dump, inductor_call, inductor_mistakes, record, toolchain
+from normpass.backend.caches import caches_of
 from normpass.backend.memory_format import as_expected
 from normpass.backend.mutated import constant_inputs
 from normpass.backend.op import print_for, region_op
 from normpass.backend.options import Options
-from normpass.backend.plan import make_plan
-from normpass.backend.regroup import SHORT_PIECE
 from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import digest, registry
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
 
     from normpass.passes.lower import Lowered
-    from normpass.passes.profit import Estimate
+    from normpass.passes.profit import Estimate, Traffic
 
 log = logging.getLogger(__name__)
 
@@ -161,8 +160,9 @@ class _Pass(CustomGraphPass):
         raise NotImplementedError
 
     def uuid(self) -> Any:
-        """What Inductor's cache knows this pass by: our sources, the options, and what is mended in
-        Inductor. None, so no caching, if a pass before ours has no identity.
+        """What Inductor's cache knows this pass by: our sources, the options, what is mended in
+        Inductor, and the caches of the processor, on which decisions and plans depend (what GPU
+        there is, Inductor's key says). None, so no caching, if a pass before ours has no identity.
         """
         others = [
             other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
@@ -170,8 +170,8 @@ class _Pass(CustomGraphPass):
         if None in others:
             return None
         # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
-        mended = inductor_mistakes.key()
-        return f"normpass {source_digest()} {self.settings} {is_registered()} {mended} {others}"
+        parts = source_digest(), self.settings, is_registered(), caches_of("cpu"), others
+        return f"normpass {parts} {inductor_mistakes.key()}"
 
 
 class SavingPass(_Pass):
@@ -197,7 +197,8 @@ class FusionPass(_Pass):
             region_op,
             least_bytes=self.settings.least_bytes,
             lay_out=self._lay_out(graph),
-            accept=self._accept,
+            kernel=_kernel,
+            missing=self._missing,
             rounded=self.settings.inner == "inductor" and inductor_call.rounds_everywhere(),
         )
         if self.settings.inner == "inductor":
@@ -220,12 +221,11 @@ class FusionPass(_Pass):
                 return as_expected(graph)
         return lambda lowered: lowered
 
-    def _accept(self, lowered: Lowered, estimate: Estimate) -> str | None:
-        """The backend's say on a region: a reason against it, or None."""
+    def _missing(self, lowered: Lowered) -> str | None:
+        """Why there is no kernel for a region, or None."""
         if self.settings.inner == "inductor" and (why := inductor_call.without_python()):
             return why
-        accept = _accept if self.settings.least_bytes is not None else _accept_if_it_pays
-        return accept(lowered, estimate)
+        return _missing(lowered)
 
 
 def fusion_pass() -> FusionPass:
@@ -250,40 +250,30 @@ def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
                 f"{node.name}: trace with make_fx(..., tracing_mode='fake') or 'symbolic'"
             )
     fused = torch.fx.GraphModule(gm, deepcopy(gm.graph))
-    decisions = fuse_graph(fused.graph, region_op, least_bytes=least_bytes, accept=_accept)
+    decisions = fuse_graph(
+        fused.graph, region_op, least_bytes=least_bytes, kernel=_kernel, missing=_missing
+    )
     record.decisions(decisions)
     fused.recompile()
     return fused
 
 
-def _accept(lowered: Lowered, estimate: Estimate) -> str | None:
-    """What the generators have to say against a region. It is printed here, so that what cannot be
+def _kernel(lowered: Lowered, estimate: Estimate) -> Traffic:
+    """What the kernel of a region would do."""
+    return traffic(str(lowered.region), estimate.sizes, lowered.device)
+
+
+def _missing(lowered: Lowered) -> str | None:
+    """Why there is no kernel for a region, or None. It is printed here, so that what cannot be
     stays with Inductor rather than fails in a run.
     """
-    text, device = str(lowered.region), lowered.inputs[0].meta["val"].device.type
-    if device == "cpu" and (missing := toolchain.missing_compiler()):
+    if lowered.device == "cpu" and (missing := toolchain.missing_compiler()):
         return missing
-    passes = traffic(text, estimate.sizes, device).passes
-    if passes > estimate.levels + 1:
-        return f"{passes} passes over memory, where Inductor needs {estimate.levels + 1}"
     try:
-        print_for(text, device)
+        print_for(str(lowered.region), lowered.device)
     except NotImplementedError as error:
         return str(error)
     return None
-
-
-def _accept_if_it_pays(lowered: Lowered, estimate: Estimate) -> str | None:
-    """As `_accept`, and against rows in short pieces on a CPU: a ResNet's step on images of 8x8
-    pixels took 1.09x Inductor's with its batch norms fused.
-    """
-    plan = make_plan(lowered.region)
-    piece = plan.axis[plan.vector].hint
-    pieces = plan.vector in plan.local and len(plan.local) > 1
-    on_cpu = lowered.inputs[0].meta["val"].device.type == "cpu"
-    if on_cpu and pieces and piece < SHORT_PIECE:
-        return f"rows in pieces of {piece} elements, a kernel of its own pays from {SHORT_PIECE}"
-    return _accept(lowered, estimate)
 
 
 def _start(decisions: Sequence[Decision]) -> None:

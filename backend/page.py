@@ -7,8 +7,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from normpass.backend.report import human, place, refusals, short, times
+from normpass.backend.report import place, refusals, short, times
 from normpass.passes.pipeline import Fused
+from normpass.passes.sizes import human
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normpass.backend.traffic import traffic
+from normpass.passes.sizes import human
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -208,16 +209,6 @@ def place(module: str) -> str:
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return str(Path("...", *path.parts[-2:]))
-
-
-def human(count: int) -> str:
-    """Bytes with three digits: 17.2 kB, 16.8 MB."""
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"
 
 
 def times(moved: int, least: int) -> str:

@@ -14,7 +14,6 @@ does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import sympy
@@ -22,25 +21,11 @@ import sympy
 from normpass.backend.caches import Caches, caches_of
 from normpass.backend.plan import make_plan
 from normpass.backend.tree import CPU, GPU, Access, Load, Loop, Node, Store
+from normpass.passes.profit import Traffic
 from normpass.passes.region import parse, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """read, written: bytes from and to memory. passes: how often the kernel goes over its largest
-    input.
-    """
-
-    read: int
-    written: int
-    passes: int
-
-    @property
-    def moved(self) -> int:
-        return self.read + self.written
 
 
 def traffic(text: str, sizes: Sequence[int], device: str, caches: Caches | None = None) -> Traffic:
@@ -66,6 +51,7 @@ def traffic(text: str, sizes: Sequence[int], device: str, caches: Caches | None 
         sum(whole[name] * counts[name] for name in loaded),
         sum(sweeps.bytes(access, frozenset()) for access in stored.values()),
         max((counts[name] for name in loaded if whole[name] == largest), default=1),
+        plan.axis[plan.vector].hint if plan.vector in plan.local and len(plan.local) > 1 else 0,
     )
 
 

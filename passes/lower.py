@@ -52,6 +52,12 @@ class Lowered:
     sizes: tuple[sympy.Expr, ...]
     repeated: tuple[tuple[Node, Node], ...] = ()
 
+    @property
+    def device(self) -> str:
+        """Where its tensors lie: "cpu", "cuda", ..."""
+        kind: str = self.inputs[0].meta["val"].device.type
+        return kind
+
 
 class NotLowered(Exception):
     """A set of nodes that no region expresses; the message is the reason."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from normpass.passes import faults, names
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.noops import remove_noops
-from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
+from normpass.passes.profit import Estimate, Traffic, estimate, has_inner_reduction, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
 from normpass.passes.vocabulary import Kind, kind_of
@@ -57,7 +57,8 @@ class Refused:
 
 Decision = Fused | Refused
 LayOut = Callable[[Lowered], Lowered]
-Accept = Callable[[Lowered, Estimate], "str | None"]
+Kernel = Callable[[Lowered, Estimate], Traffic]
+Missing = Callable[[Lowered], "str | None"]
 
 
 def fuse_graph(
@@ -66,19 +67,21 @@ def fuse_graph(
     *,
     least_bytes: int | None = None,
     lay_out: LayOut = lambda lowered: lowered,
-    accept: Accept = lambda lowered, cost: None,
+    kernel: Kernel = lambda lowered, cost: Traffic(cost.least, 0, passes=1),
+    missing: Missing = lambda lowered: None,
     rounded: bool = False,
 ) -> list[Decision]:
     """Fuses every region of a functional ATen graph that pays, in place.
 
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
-    device. lay_out: the region with its tensors laid out as the backend will have them. accept: the
-    backend's say: a reason against a region, or None. rounded: whether results in half precision
-    are rounded where they arise, as in eager mode, or only where they are stored.
+    device. lay_out: the region with its tensors laid out as the backend will have them. kernel:
+    what the backend's kernel for a region would do. missing: why the backend has none, or None.
+    rounded: whether results in half precision are rounded where they arise, as in eager mode, or
+    only where they are stored.
     """
     decisions: list[Decision] = []
-    judge = Judge(graph, op, least_bytes, lay_out, accept, rounded)
+    judge = Judge(graph, op, least_bytes, lay_out, kernel, missing, rounded)
     try:
         _fuse_all(graph, judge, decisions)
     except Exception as error:  # a fault of ours, of whatever kind, must not cost a user's run
@@ -140,7 +143,8 @@ class Judge:
     op: Callable[..., object]
     least_bytes: int | None
     lay_out: LayOut
-    accept: Accept
+    kernel: Kernel
+    missing: Missing
     rounded: bool
 
     def decide(self, grown: Grown, attempt: Attempt) -> Decision | None:
@@ -158,15 +162,21 @@ class Judge:
             lowered = self.lay_out(lowered)
             attempt.stage = "weighing"
             cost = estimate(lowered, nodes)
-            reason = refusal(lowered, cost, least_bytes=self.least_bytes)
+
+            def planned() -> Traffic:
+                attempt.stage = "planning the kernel"
+                return self.kernel(lowered, cost)
+
+            reason = refusal(lowered, cost, planned, least_bytes=self.least_bytes)
             if reason is None:
                 attempt.stage = "planning the kernel"
-                reason = self.accept(lowered, cost)
+                reason = self.missing(lowered)
             if reason is not None:
                 return Refused(*label, reason, members)
             attempt.stage = "rewriting"
             call = put(self.graph, nodes, lowered, self.op)
         except (NotLowered, SizeUnknown) as error:
             return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
-        device = lowered.inputs[0].meta["val"].device.type
-        return Fused(*label, str(lowered.region), cost, device, cost.sizes, members, call.name)
+        return Fused(
+            *label, str(lowered.region), cost, lowered.device, cost.sizes, members, call.name
+        )

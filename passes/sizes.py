@@ -24,3 +24,13 @@ def nbytes(node: Node) -> int:
         if not (isinstance(stride, int) and stride == 0):
             count *= hint(size)
     return count
+
+
+def human(count: int) -> str:
+    """Bytes with three digits: 17.2 kB, 16.8 MB."""
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"

@@ -17,6 +17,7 @@ from compiled import compile_fused, count_fused, run_in_child
 from torch import nn
 
 from normpass.backend import entry, runtime, toolchain
+from normpass.backend.caches import Caches
 from normpass.backend.codegen import cpp
 from normpass.backend.options import Options
 
@@ -236,3 +237,10 @@ def test_a_pass_without_identity_switches_caching_off() -> None:
     assert entry.FusionPass().uuid() == entry.FusionPass().uuid()
     other = entry.FusionPass(Options(least_bytes=1))
     assert entry.FusionPass().uuid() != other.uuid()
+
+
+def test_what_decisions_depend_on_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of caches may serve machines with other processors."""
+    here = entry.FusionPass().uuid()
+    monkeypatch.setattr(entry, "caches_of", lambda device: Caches(worker=1, shared=2))
+    assert entry.FusionPass().uuid() != here

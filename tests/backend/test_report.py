@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import normpass
-from normpass.backend.report import human, place
+from normpass.backend.report import place
 from normpass.passes.pipeline import Fused
 from normpass.passes.region import parse
+from normpass.passes.sizes import human
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tracing import calls, functions, fuse, fused, trace
 
 from normpass.passes.pipeline import Fused, fuse_graph
+from normpass.passes.profit import Traffic
 from normpass.passes.region import Region, parse
 
 if TYPE_CHECKING:
@@ -184,11 +185,12 @@ def test_random_numbers_are_drawn_outside() -> None:
 def for_its_sake(f: object, *inputs: Tensor) -> int:
     seen: list[int] = []
 
-    def accept(_: Lowered, cost: Estimate) -> None:
+    def kernel(_: Lowered, cost: Estimate) -> Traffic:
         seen.append(cost.for_its_sake)
+        return Traffic(cost.least, 0, passes=1)
 
     graph = trace(f, *inputs)  # type: ignore[arg-type]
-    fuse_graph(graph.graph, lambda *_: None, least_bytes=0, accept=accept)
+    fuse_graph(graph.graph, lambda *_: None, least_bytes=0, kernel=kernel)
     return seen[0]
 
 
@@ -224,4 +226,4 @@ def test_a_mask_as_large_as_the_activation_stays_with_inductor() -> None:
         lambda x, i: (x * (torch.arange(4096) == i)).softmax(-1), X.new_ones(256, 4096), index
     )
     (decision,) = fuse_graph(graph.graph, lambda *_: None)
-    assert "Inductor computes what they hold where it is used" in decision.reason  # type: ignore[union-attr]
+    assert "Inductor computes where it is used" in decision.reason  # type: ignore[union-attr]
