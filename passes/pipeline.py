@@ -1,6 +1,7 @@
 """The order of passes: the only place where it exists.
 
-    graph without no-ops -> grow -> lower -> judge -> put, one region at a time
+    graph without no-ops -> grow -> copy what is better computed inside -> lower -> judge -> put,
+    one region at a time
 
 Each accepted region changes the graph, so what can still be fused without a cycle is asked of the
 graph as it is. A stage that fails (a fault of ours) refuses its region and leaves the graph as it
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from normpass.passes import faults, names
+from normpass.passes.copies import copy_inputs, take_back
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.noops import remove_noops
 from normpass.passes.profit import Estimate, Traffic, estimate, has_inner_reduction, refusal
@@ -101,15 +103,20 @@ def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
     for seed in seeds(graph):
         if seed in settled or seed not in grower.reach.order:
             continue
-        attempt = Attempt([seed])
+        attempt, copies = Attempt([seed]), {}
         try:
             grown = grower.grow(seed)
             if grown is None or settled & set(grown.nodes):
                 continue
             attempt.nodes = grown.nodes
+            if copies := copy_inputs(graph, grown.nodes):
+                grown = Grower(graph).grow(seed) or grown
+                attempt.nodes = grown.nodes
             decision = judge.decide(grown, attempt)
         except Exception as error:  # see fuse_graph
             decision = attempt.failed(error)
+        finally:
+            take_back(graph, copies)
         if decision is None:
             continue
         decisions.append(decision)

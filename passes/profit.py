@@ -74,24 +74,24 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     measures = [locate(size, lowered.inputs) for size in lowered.sizes]
     sizes = tuple(hint(measure.value) // measure.divisor for measure in measures)
     inside = set(nodes)
-    for_its_sake = sum(2 * nbytes(x) for x in lowered.inputs if _only_computed_for(x, inside))
+    for_its_sake = sum(2 * nbytes(x) for x in lowered.inputs if only_computed_for(x, inside))
     return Estimate(least, levels(nodes), sizes, for_its_sake)
 
 
-def _only_computed_for(node: Node, inside: Container[Node]) -> bool:
+def only_computed_for(node: Node, inside: Container[Node]) -> bool:
     """Whether a region's input is pointwise and needed by nothing that would have it in memory."""
     while node.target in VIEWS:
         node = node.all_input_nodes[0]
-    return _is_loop(node) and all(_reads_in_a_loop(user, inside) for user in node.users)
+    return is_loop(node) and all(_reads_in_a_loop(user, inside) for user in node.users)
 
 
 def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
     if user.target in VIEWS:
         return all(_reads_in_a_loop(each, inside) for each in user.users)
-    return user in inside or _is_loop(user) or kind_of(user) is Kind.REDUCTION
+    return user in inside or is_loop(user) or kind_of(user) is Kind.REDUCTION
 
 
-def _is_loop(node: Node) -> bool:
+def is_loop(node: Node) -> bool:
     """Whether Inductor computes a node where it is used, or in one loop with what uses it."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in IDENTITY
 
