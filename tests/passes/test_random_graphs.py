@@ -71,6 +71,13 @@ def barrier(x: Tensor, y: Tensor, rng: random.Random) -> Tensor:
     return rng.choice(functions)()
 
 
+def residual(x: Tensor, y: Tensor, rng: random.Random) -> Tensor:
+    """What leads out of a region and back in."""
+    x, z = x.cumsum(0), rng.choice([y, x.cumsum(1)])
+    both = x + z if rng.random() < 0.7 else torch.where(x > 0, z, 2 * x)
+    return norm(both + barrier(both.sin(), y, rng), rng)
+
+
 def program(seed: int) -> Callable[..., list[Tensor]]:
     """A function of two f64[BATCH ROWS WIDTH]; the same one for the same seed."""
 
@@ -79,9 +86,10 @@ def program(seed: int) -> Callable[..., list[Tensor]]:
         values = list(inputs)
         for _ in range(STEPS):
             x, y = rng.choice(values[-3:]), rng.choice(values)
-            made = rng.choices([norm, pointwise, barrier], [3, 4, 2])[0]
+            made = rng.choices([norm, pointwise, barrier, residual], [3, 3, 2, 2])[0]
             value = norm(x, rng) if made is norm else made(x, y, rng)  # type: ignore[call-arg]
             values.append(value)
+        values.append(norm(values[-1], rng))
         return [values[-1], *rng.sample(values[2:-1], 2)]
 
     return f
