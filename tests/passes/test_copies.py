@@ -28,8 +28,9 @@ def added_on_both_sides(g: Tensor, h: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(s + s.sin() @ w, (WIDTH,))
 
 
-def test_a_sum_that_leads_out_and_back_is_computed_inside() -> None:
-    (region,) = fused(added_on_both_sides, G, H, W)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sum_that_leads_out_and_back_is_computed_inside(dynamic: bool) -> None:
+    (region,) = fused(added_on_both_sides, G, H, W, dynamic=dynamic)
     assert len(region.inputs) == 3  # g, h and the product
     assert sum(op.fn == "add" for op in region.ops) >= 2
 
@@ -45,11 +46,28 @@ def test_the_reader_outside_has_its_own() -> None:
 
 def test_what_it_is_made_of_may_be_looked_at_otherwise() -> None:
     def f(g: Tensor, h: Tensor, w: Tensor) -> Tensor:
-        s = (g.view(ROWS, 5, 8) / 3.0 + h.view(ROWS, 5, 8)).view(ROWS, WIDTH)
+        s = (g.view(-1, 5, 8) / 3.0 + h.view(-1, 5, 8)).view(-1, WIDTH)
         return F.layer_norm(s + s.sin() @ w, (WIDTH,))
 
     (region,) = fused(f, G, H, W)
     assert len(region.inputs) == 3
+    fused(f, G, H, W, dynamic=True)  # where rows of eight are none of the region's: right as well
+
+
+def test_what_is_written_to_afterwards_is_read_before() -> None:
+    def f(g: Tensor, h: Tensor, w: Tensor) -> Tensor:
+        s = g + h
+        y = F.layer_norm(s + s.sin() @ w, (WIDTH,))
+        g.add_(y)
+        return y
+
+    def values(function: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        g = G.clone()
+        return function(g, H, W), g
+
+    options = {"least_bytes": 0, "inner": "eager"}
+    found = values(torch.compile(f, backend="normpass", options=options))
+    torch.testing.assert_close(found, values(f))
 
 
 def test_two_of_one_source() -> None:
