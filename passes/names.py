@@ -142,9 +142,8 @@ def dotted(path: str) -> str:
     """ "L['self'].layers[0]._modules['norm']" -> "layers.0.norm" """
     path = re.sub(r"^[LG]\[['\"]\w+['\"]\]", "", path)
     path = re.sub(r"^\.__closure__\[\d+\]\.cell_contents", "", path)
-    for part in ("._modules", ".__dict__", ".__getitem__"):
-        path = path.replace(part, "")
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
+    path = re.sub(r"\.(__dict__|_modules|__getitem__)\b", "", path)
     return re.sub(r"\((\w+)\)", r".\1", path).strip(".")
 
 
