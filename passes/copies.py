@@ -18,7 +18,7 @@ from normpass.passes.sizes import nbytes
 from normpass.passes.vocabulary import CHEAP, Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.fx import Graph, Node
 
@@ -29,10 +29,11 @@ QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 MOST_OPERATIONS = 4
 
 
-def copy_inputs(graph: Graph, nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Gives a region copies of what it reads and others compute too; copy -> node.
+def copy_inputs(graph: Graph, nodes: Sequence[Node], copies: dict[Node, Node]) -> None:
+    """Gives a region copies of what it reads and others compute too.
 
-    nodes: the region's, in the graph's order. The copies are not in the region yet, but its own.
+    nodes: the region's, in the graph's order. copies: gets each copy with the node it is of; they
+    are not in the region yet, but its own.
     """
     inside = set(nodes)
     reads = dict.fromkeys(
@@ -46,11 +47,11 @@ def copy_inputs(graph: Graph, nodes: Sequence[Node]) -> dict[Node, Node]:
                 if node not in copied:
                     with graph.inserting_after(node):
                         copied[node] = graph.node_copy(node, lambda arg: copied.get(arg, arg))
+                    copies[copied[node]] = node
             x.replace_all_uses_with(copied[x], delete_user_cb=inside.__contains__)
-    return {copy: node for node, copy in copied.items()}
 
 
-def take_back(graph: Graph, copies: Mapping[Node, Node]) -> None:
+def take_back(graph: Graph, copies: dict[Node, Node]) -> None:
     """Takes copies out of a graph that are in no region."""
     left = set(graph.nodes)
     for copy, node in reversed(copies.items()):

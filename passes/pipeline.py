@@ -103,13 +103,15 @@ def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
     for seed in seeds(graph):
         if seed in settled or seed not in grower.reach.order:
             continue
-        attempt, copies = Attempt([seed]), {}
+        attempt = Attempt([seed])
+        copies: dict[Node, Node] = {}
         try:
             grown = grower.grow(seed)
             if grown is None or settled & set(grown.nodes):
                 continue
             attempt.nodes = grown.nodes
-            if copies := copy_inputs(graph, grown.nodes):
+            copy_inputs(graph, grown.nodes, copies)
+            if copies:
                 grown = Grower(graph).grow(seed) or grown
                 attempt.nodes = grown.nodes
             decision = judge.decide(grown, attempt)

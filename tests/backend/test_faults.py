@@ -47,6 +47,7 @@ class Changing:
 # Where it fails: what is replaced, and the stage that the warning names.
 PER_REGION: dict[str, tuple[object, str, str]] = {
     "growing": (regions.Grower, "grow", "growing"),
+    "copies": (pipeline, "copy_inputs", "growing"),
     "names": (names, "module", "naming"),
     "lowering": (pipeline, "lower", "lowering"),
     "sizes": (pipeline, "estimate", "weighing"),
