@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
 from torch._inductor import compile_fx as inductor
 from torch._inductor.virtualized import V
+from torch.fx import Node
 
 from normpass.backend import record, traffic
 from normpass.backend.caches import Caches
+from normpass.backend.memory_format import Wishes, channels_last
 from normpass.backend.report import RefusedNorm, refusals
 from normpass.benchmarks import zoo
 from normpass.passes.pipeline import Decision, Fused
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import pytest
+    from torch.fx import Graph
 
 TORCH = (2, 13)
 # Whatever this machine has.
@@ -72,6 +76,23 @@ def decisions(case: zoo.Case) -> list[Decision]:
     raise AssertionError(f"{case.label} was not compiled")
 
 
+def report_strides(graph: Graph) -> None:
+    """Tells AOTAutograd where a forward's results are expected to lie: so the backward has them."""
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    wishes = Wishes.expected(graph)
+    (output,) = graph.find_nodes(op="output")
+    for node in output.args[0]:
+        value = node.meta.get("val") if isinstance(node, Node) else None
+        if not isinstance(value, torch.Tensor):
+            context.output_strides.append(None)
+        elif wishes.visible.get(node) is None and wishes.prefers_channels_last(node):
+            context.output_strides.append(tuple(map(int, channels_last(node))))
+        else:
+            context.output_strides.append(tuple(value.stride()))
+
+
 @contextmanager
 def nothing_is_built() -> Iterator[None]:
     """Inductor ends where it has run our pass over forward and backward."""
@@ -84,6 +105,7 @@ def nothing_is_built() -> Iterator[None]:
         inductor._recursive_record_original_output_strides(module)
         with V.set_fake_mode(mode):
             inductor._recursive_post_grad_passes(module, rest.get("is_inference", False))
+        report_strides(module.graph)
 
         def run(inputs: list[Any]) -> Any:
             raise Decided
