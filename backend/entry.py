@@ -25,7 +25,14 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from normpass.backend import dump, inductor_call, inductor_mistakes, record, toolchain
+from normpass.backend import (
+    dump,
+    image_gradients,
+    inductor_call,
+    inductor_mistakes,
+    record,
+    toolchain,
+)
 from normpass.backend.caches import caches_of
 from normpass.backend.memory_format import as_expected
 from normpass.backend.mutated import constant_inputs
@@ -141,7 +148,10 @@ def decomposition_table(_digest: str = "") -> DecompositionTable:
     """The table for this process."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return DecompositionTable({**select_decomp_table(), **registry.decompositions()})
+    theirs = select_decomp_table()
+    return DecompositionTable(
+        {**theirs, **image_gradients.kept_whole(theirs), **registry.decompositions()}
+    )
 
 
 class _Pass(CustomGraphPass):
@@ -192,6 +202,10 @@ class FusionPass(_Pass):
             return
         number = dump.graph(self.settings.debug, "20_before", graph)
         before = record.before(graph)
+        if self.settings.inner == "inductor":
+            image_gradients.install()
+            with faults.survived("the gradients of images", "a graph", "Their tensors are copied"):
+                image_gradients.mark(graph)
         decisions = fuse_graph(
             graph,
             region_op,

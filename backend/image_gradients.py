@@ -1,0 +1,174 @@
+"""How Inductor calls the gradients of convolutions and of max pooling on CPUs: ATen's kernels, with
+tensors that lie as these will read them.
+
+ATen reads in channels_last if what the gradient is of lies so, else contiguous, and copies what
+lies otherwise. Inductor does not ask it:
+
+    convolution     It wants both tensors as the graph was traced, which for a model in the
+                    contiguous format is another layout than its own forward has chosen; and since
+                    torch 2.12 it orders their dimensions as those of the weight's gradient, which
+                    for weights of one input channel (depthwise) or one pixel means nothing. Each
+                    tensor is copied two to three times.
+    max pooling     Since torch 2.13 it adds up in contiguous planes, and before in a loop over each
+                    pixel's windows that is not vectorized: 3 and 10 times what ATen takes.
+
+Graphs of ours ask for what will be read (`mark`); those that others compile are left alone.
+
+Uses of torch._inductor here (lowering.lowerings, fallback_handler and _maybe_layout_constraints;
+ir.ExternKernel.require_channels_last; V.graph.current_node) were checked on torch 2.11, 2.13 and
+2.15.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+from normpass.backend.inductor_mistakes.mistake import replace
+from normpass.passes import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from torch.fx import Graph, Node
+
+    Decompositions = Mapping[OpOverload, Callable[..., Any]]
+
+aten = torch.ops.aten
+CONVOLUTION = aten.convolution_backward.default
+POOLING = aten.max_pool2d_with_indices_backward.default
+# Which arguments are read as images, and which of all tell how.
+IMAGES = {CONVOLUTION: (0, 1), POOLING: (0, 7)}
+TELLING = {CONVOLUTION: (1, 2), POOLING: (7,)}
+# What oneDNN multiplies; convolutions of other numbers have formats of their own.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+MARK = "normpass_reads_channels_last"
+
+
+def kept_whole(table: Decompositions) -> Decompositions:
+    """What stands in a table of decompositions for max pooling's gradient: ATen's on CPUs.
+
+    It takes what was pooled for the shape alone. Here it gets memory without values (which is not
+    even allocated, see `_lowering`), so that nobody saves it.
+    """
+    stock = table.get(POOLING)
+    inside: ContextVar[bool] = ContextVar("inside", default=False)
+
+    def backward(gradient: Tensor, x: Tensor, *others: Any) -> Any:
+        if inside.get():
+            return NotImplemented
+        if gradient.device.type != "cpu":
+            return stock(gradient, x, *others) if stock else NotImplemented
+        token = inside.set(True)
+        try:
+            shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            return POOLING(gradient, shape, *others)
+        finally:
+            inside.reset(token)
+
+    return {POOLING: backward}
+
+
+# ---- the graph
+
+
+def mark(graph: Graph) -> None:
+    """Marks the gradients of a graph with whether they read channels_last, and gives the examples
+    of what they read these strides: Inductor lays tensors out as their examples are.
+    """
+    for op in IMAGES:
+        for node in graph.find_nodes(op="call_function", target=op):
+            arguments: Any = node.args
+            value = arguments[1].meta["val"]
+            if value.device.type != "cpu" or (op is CONVOLUTION and value.dtype not in DTYPES):
+                continue
+            node.meta[MARK] = any(_lies_channels_last(arguments[k]) for k in TELLING[op])
+            if node.meta[MARK]:
+                for k in IMAGES[op]:
+                    _lay_out(arguments[k])
+
+
+def _lies_channels_last(node: Node) -> bool:
+    """Whether a tensor lies so, or what it is made of alone, which has its final strides earlier:
+    offsets that a forward has saved become indices.
+    """
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    value = node.meta["val"]
+    return value.ndim in LAST and suggest_memory_format(value) is LAST[value.ndim]
+
+
+def _lay_out(node: Node) -> None:
+    """Gives the example of what is computed in this graph the strides of channels_last."""
+    value = node.meta["val"]
+    if node.op == "call_function":
+        node.meta["val"] = value.contiguous(memory_format=LAST[value.ndim])
+
+
+# ---- its lowering
+
+
+def install() -> None:
+    """Tells Inductor, once a process, how to lower what `mark` has marked."""
+    with faults.survived("the gradients of images", "Inductor", "Their tensors are copied"):
+        _install()
+
+
+@cache
+def _install() -> None:
+    from torch._inductor import lowering
+
+    for op in IMAGES:
+        constraint = lowering._maybe_layout_constraints.get(op)
+        if constraint is not None:
+            replace(lowering._maybe_layout_constraints, op, _constraint(constraint))
+        replace(lowering.lowerings, op, _lowering(op, lowering.lowerings[op]))
+
+
+def _constraint(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def constrain(node: Node, *args: Any, **kwargs: Any) -> Any:
+        return (args, kwargs) if MARK in node.meta else stock(node, *args, **kwargs)
+
+    return constrain
+
+
+def _lowering(op: OpOverload, stock: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._inductor.ir import ExternKernel
+    from torch._inductor.lowering import empty_strided, fallback_handler
+    from torch._inductor.virtualized import V
+
+    call = fallback_handler(op, add_to_fallback_set=False)
+    require = {4: ExternKernel.require_channels_last, 5: ExternKernel.require_channels_last_3d}
+
+    def without_values(x: Any, is_channels_last: bool) -> Any:
+        sizes = x.get_size()
+        strides = None  # contiguous
+        if is_channels_last:
+            _, c, h, w = sizes
+            strides = [c * h * w, 1, c * w, c]
+        return empty_strided(sizes, strides, dtype=x.get_dtype(), device=x.get_device())
+
+    def as_read(args: tuple[Any, ...], is_channels_last: bool) -> list[Any]:
+        read = list(args)
+        if is_channels_last:
+            for k in IMAGES[op]:
+                read[k] = require[len(read[k].get_size())](read[k])
+        if op is POOLING:
+            read[1] = without_values(read[1], is_channels_last)
+        return read
+
+    def lower(*args: Any) -> Any:
+        node: Any = V.graph.current_node
+        if MARK in node.meta:
+            with faults.survived("the gradient of an image", node.name, "Its tensors are copied"):
+                return call(*as_read(args, node.meta[MARK]))
+        return stock(*args)
+
+    return lower

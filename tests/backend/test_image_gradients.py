@@ -1,0 +1,204 @@
+"""The gradients of convolutions and of max pooling get their tensors as they read them, and are
+right.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from compiled import compile_fused
+from torch import nn
+from torch._prims_common import suggest_memory_format
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normpass.backend import image_gradients
+from normpass.backend.image_gradients import CONVOLUTION, IMAGES, LAST, POOLING
+from normpass.passes import faults
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMATS = {"contiguous": False, "channels_last": True}
+
+
+def plain(dims: int = 2) -> nn.Module:
+    conv, norm = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)
+    return nn.Sequential(conv(3, 8, 3, padding=1), norm(8), nn.SiLU(), conv(8, 8, 3), norm(8))
+
+
+def depthwise() -> nn.Module:
+    """As in a MobileNet: weights of one input channel, and of one pixel. (Smooth functions
+    everywhere: rounding may move a number across a kink, in stock too.)
+    """
+    return nn.Sequential(
+        *(
+            nn.Conv2d(3, 8, 1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.SiLU(),
+            nn.ZeroPad2d((0, 1, 0, 1)),
+        ),
+        *(nn.Conv2d(8, 8, 3, 2, groups=8, bias=False), nn.BatchNorm2d(8), nn.SiLU()),
+        *(nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4)),
+    )
+
+
+def pooled(**options: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.SiLU(),
+        nn.MaxPool2d(**{"kernel_size": 3, "stride": 2, "padding": 1, **options}),
+        nn.BatchNorm2d(8),
+    )
+
+
+def transposed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2, 2))
+
+
+MODELS = {
+    "plain": plain,
+    "3d": lambda: plain(3),
+    "depthwise": depthwise,
+    "pooled": pooled,
+    "a dilated window": lambda: pooled(dilation=2),
+    "a large window": lambda: pooled(kernel_size=7, padding=3),
+    "ceil mode": lambda: pooled(ceil_mode=True),
+    "transposed": transposed,
+}
+
+
+def image(name: str, dtype: torch.dtype, channels_last: bool, n: int = 4) -> Tensor:
+    x = torch.randn(n, 3, *([9] * (3 if name == "3d" else 2)), dtype=dtype)
+    return x.contiguous(memory_format=LAST[x.ndim]) if channels_last else x
+
+
+def model(name: str, dtype: torch.dtype, channels_last: bool) -> nn.Module:
+    net = MODELS[name]().to(dtype)
+    if channels_last:
+        net = net.to(memory_format=LAST[5 if name == "3d" else 4])
+    return net
+
+
+class Calls(TorchDispatchMode):
+    """The gradients that a backward calls, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in IMAGES:
+            self.found.append((op, args))
+        return op(*args, **(kwargs or {}))
+
+
+def gradients(net: Any, parameters: list[Tensor], x: Tensor, g: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    return list(torch.autograd.grad(net(x), [x, *parameters], g))
+
+
+def observed(
+    net: Any, parameters: list[Tensor], x: Tensor, g: Tensor
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """What the backward calls: without the forward, since nothing is compiled under a mode."""
+    y = net(x.detach().requires_grad_())
+    with Calls() as calls:
+        torch.autograd.grad(y, parameters, g)
+    return calls.found
+
+
+# Half precision where no rounding decides which pixel of a window is the largest.
+CASES = [
+    *((name, False, torch.float32) for name in MODELS),
+    *((name, True, torch.float32) for name in ("plain", "pooled")),
+    *((name, False, torch.bfloat16) for name in ("plain", "depthwise")),
+]
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize(("name", "dynamic", "dtype"), CASES)
+def test_each_reads_its_tensors_as_they_lie(
+    name: str, dynamic: bool, dtype: torch.dtype, layout: str
+) -> None:
+    torch.manual_seed(0)
+    net = model(name, dtype, FORMATS[layout])
+    exact = deepcopy(net).to(torch.float64)
+    compiled = compile_fused(net, dynamic=dynamic)
+    for n in (4, 5) if dynamic else (4,):
+        x = image(name, dtype, FORMATS[layout], n)
+        g = torch.randn_like(net(x))
+        found = gradients(compiled, list(net.parameters()), x, g)
+        want = gradients(exact, list(exact.parameters()), x.double(), g.double())
+        eager = gradients(net, list(net.parameters()), x, g)
+        for ours, stock, right in zip(found, eager, want, strict=True):
+            share = 2e-2 if dtype is torch.bfloat16 else 1e-5
+            allowed = 4 * (stock.double() - right).abs().max() + share * right.abs().max()
+            torch.testing.assert_close(ours.double(), right, rtol=0, atol=float(allowed))
+        calls = observed(compiled, list(net.parameters()), x, g)
+        assert {op for op, _ in calls} == {CONVOLUTION} | ({POOLING} if name in POOLED else set())
+        for op, args in calls:
+            assert_as_read(op, args)
+
+
+POOLED = ("pooled", "a dilated window", "a large window", "ceil mode")
+
+
+def assert_as_read(op: Any, args: tuple[Any, ...]) -> None:
+    """That ATen need not copy: all lies as what it asks for its format does."""
+    telling = [args[k] for k in image_gradients.TELLING[op]]
+    last = LAST[args[1].ndim]
+    wanted = last if any(suggest_memory_format(x) is last for x in telling) else None
+    for k in IMAGES[op]:
+        if wanted:
+            assert args[k].is_contiguous(memory_format=wanted), (op, k, args[k].stride())
+
+
+def test_what_was_pooled_is_not_saved() -> None:
+    """Its shape is all that the gradient reads."""
+    net = nn.Sequential(nn.BatchNorm2d(8), nn.Tanh(), nn.MaxPool2d(2), nn.BatchNorm2d(8))
+    x = torch.randn(4, 8, 32, 32, requires_grad=True)
+    compiled = compile_fused(net)
+    compiled(x)
+    y = compiled(x)
+    node = y.grad_fn
+    while node is not None and not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    saved = [(t.numel(), t.dtype) for t in node.saved_tensors]
+    # The norm's input alone: tanh is computed again.
+    assert sum(n == x.numel() and t is x.dtype for n, t in saved) == 1
+
+
+def test_a_fault_costs_copies_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults.forget()
+    net, x = pooled(), torch.randn(2, 3, 11, 9)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(image_gradients, "mark", fail)
+    g = torch.randn_like(net(x))
+    found = gradients(compile_fused(net), list(net.parameters()), x, g)
+    for ours, eager in zip(found, gradients(net, list(net.parameters()), x, g), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
+    (fault,) = faults.reported()
+    assert fault[0] == "the gradients of images"
+    faults.forget()
+
+
+def test_graphs_of_others_are_compiled_as_ever() -> None:
+    """After ours were, in the same process: what marks a gradient is not there."""
+    image_gradients.install()
+    net, x = pooled(), torch.randn(3, 3, 13, 9)
+    g = torch.randn_like(net(x))
+    stock = torch.compile(net, backend="inductor", fullgraph=True)
+    found = gradients(stock, list(net.parameters()), x, g)
+    for ours, eager in zip(found, gradients(net, list(net.parameters()), x, g), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
+    calls = observed(stock, list(net.parameters()), x, g)
+    assert {op for op, _ in calls} == {CONVOLUTION}
