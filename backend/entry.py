@@ -30,6 +30,7 @@ from normpass.backend import (
     image_gradients,
     inductor_call,
     inductor_mistakes,
+    random_numbers,
     record,
     toolchain,
 )
@@ -206,6 +207,8 @@ class FusionPass(_Pass):
             image_gradients.install()
             with faults.survived("the gradients of images", "a graph", "Their tensors are copied"):
                 image_gradients.mark(graph)
+            random_numbers.install()
+            random_numbers.mark(graph)
         decisions = fuse_graph(
             graph,
             region_op,
