@@ -94,9 +94,10 @@ def _compile_with_inductor(
     if settings.recompute:
         before = patches.get("joint_custom_post_pass", config.joint_custom_post_pass)
         patches["joint_custom_post_pass"] = SavingPass(settings, as_tuple(before))
-    compiled: Any = compile_fx(
-        graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
-    )
+    with image_gradients.traced_whole():
+        compiled: Any = compile_fx(
+            graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
+        )
     return compiled
 
 

@@ -1,5 +1,5 @@
-"""How Inductor calls the gradients of convolutions and of max pooling on CPUs: ATen's kernels, with
-tensors that lie as these will read them.
+"""How Inductor calls the gradients of convolutions, max pooling and bilinear upsampling on CPUs:
+ATen's kernels, with tensors that lie as these will read them.
 
 ATen reads in channels_last if what the gradient is of lies so, else contiguous, and copies what
 lies otherwise. Inductor does not ask it:
@@ -11,28 +11,34 @@ lies otherwise. Inductor does not ask it:
                     tensor is copied two to three times.
     max pooling     Since torch 2.13 it adds up in contiguous planes, and before in a loop over each
                     pixel's windows that is not vectorized: 3 and 10 times what ATen takes.
+    upsampling      It is decomposed before its gradient is taken, which so adds to each pixel four
+                    times, atomically: 20 to 60 times what ATen takes where the channels lie
+                    together, a third of a SegFormer's step.
 
 Graphs of ours ask for what will be read (`mark`); those that others compile are left alone.
 
 Uses of torch._inductor here (lowering.lowerings, fallback_handler and _maybe_layout_constraints;
-ir.ExternKernel.require_channels_last; V.graph.current_node) were checked on torch 2.11, 2.13 and
-2.15.
+ir.ExternKernel.require_channels_last; V.graph.current_node), and of torch._ops (OpOverload's
+py_kernels and _dispatch_cache), were checked on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import DispatchKey
 from torch._prims_common import suggest_memory_format
 
 from normpass.backend.inductor_mistakes.mistake import replace
 from normpass.passes import faults
+from normpass.passes.sizes import hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
     from torch._ops import OpOverload
@@ -43,13 +49,86 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 CONVOLUTION = aten.convolution_backward.default
 POOLING = aten.max_pool2d_with_indices_backward.default
-# Which arguments are read as images, and which of all tell how.
-IMAGES = {CONVOLUTION: (0, 1), POOLING: (0, 7)}
-TELLING = {CONVOLUTION: (1, 2), POOLING: (7,)}
+UPSAMPLING = aten.upsample_bilinear2d_backward.default
+# Which arguments are read as images, and which of all tell how. What is upsampled is read only in
+# the gradient: its channels lie together if they are enough for a vector.
+IMAGES = {CONVOLUTION: (0, 1), POOLING: (0, 7), UPSAMPLING: (0,)}
+TELLING = {CONVOLUTION: (1, 2), POOLING: (7,), UPSAMPLING: ()}
+ENOUGH_CHANNELS = 8
 # What oneDNN multiplies; convolutions of other numbers have formats of their own.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 MARK = "normpass_reads_channels_last"
+
+
+# ---- traced
+
+
+_upsampling_is_whole: ContextVar[bool] = ContextVar("_upsampling_is_whole", default=False)
+
+
+@contextmanager
+def traced_whole() -> Iterator[None]:
+    """Gradients of upsampling on CPUs are not taken apart while the block traces a graph."""
+    with faults.survived("the gradients of upsampling", "a graph", "They are taken apart"):
+        _keep_upsampling_whole()
+    token = _upsampling_is_whole.set(True)
+    try:
+        yield
+    finally:
+        _upsampling_is_whole.reset(token)
+
+
+class _Upsampling(torch.autograd.Function):
+    """Bilinear, with the formula that derivatives.yaml has for upsample_bilinear2d."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        ctx.sizes, ctx.arguments = x.shape, arguments
+        with torch._C._AutoDispatchBelowAutograd():
+            return aten.upsample_bilinear2d.default(x, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        sizes, *how = ctx.arguments
+        return UPSAMPLING(*gradients, sizes, ctx.sizes, *how), *(None for _ in ctx.arguments)
+
+
+@cache
+def _keep_upsampling_whole() -> None:
+    """Has autograd trace what `traced_whole` is for, once a process, in place of torch's
+    decompositions. Forward is then decomposed as ever, below autograd.
+    """
+    from torch._decomp.decompositions import upsample_compute_output_size
+
+    whole, scaled = aten.upsample_bilinear2d.default, aten.upsample_bilinear2d.vec
+
+    def is_traced(x: Tensor) -> bool:
+        wanted = _upsampling_is_whole.get() and not torch._C._are_functorch_transforms_active()
+        return wanted and x.requires_grad and x.device.type == "cpu"
+
+    def with_sizes(x: Tensor, *arguments: Any) -> Any:
+        return (_Upsampling.apply if is_traced(x) else stock[whole])(x, *arguments)
+
+    def with_factors(x: Tensor, sizes: Any, align_corners: bool, factors: Any) -> Any:
+        if not is_traced(x):
+            return stock[scaled](x, sizes, align_corners, factors)
+        sizes = upsample_compute_output_size(x.size(), sizes, factors)
+        return with_sizes(x, sizes, align_corners, *(factors or (None, None)))
+
+    ours = {whole: with_sizes, scaled: with_factors}
+    stock = {op: op.py_kernels[DispatchKey.Autograd] for op in ours}
+    for op, kernel in ours.items():
+        op.py_kernels[DispatchKey.AutogradCPU] = kernel
+        op._dispatch_cache.clear()
+    # ATen's takes numbers alone, where sizes vary they are symbols.
+    UPSAMPLING.py_kernels.setdefault(DispatchKey.Meta, _example_of_upsamplings_gradient)
+    UPSAMPLING._dispatch_cache.clear()
+
+
+def _example_of_upsamplings_gradient(gradient: Tensor, _: Any, sizes: Any, *how: Any) -> Tensor:
+    last = suggest_memory_format(gradient)
+    return torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=last)
 
 
 def kept_whole(table: Decompositions) -> Decompositions:
@@ -86,10 +165,12 @@ def mark(graph: Graph) -> None:
     for op in IMAGES:
         for node in graph.find_nodes(op="call_function", target=op):
             arguments: Any = node.args
-            value = arguments[1].meta["val"]
+            value = arguments[0].meta["val"]
             if value.device.type != "cpu" or (op is CONVOLUTION and value.dtype not in DTYPES):
                 continue
-            node.meta[MARK] = any(_lies_channels_last(arguments[k]) for k in TELLING[op])
+            node.meta[MARK] = any(_lies_channels_last(arguments[k]) for k in TELLING[op]) or (
+                op is UPSAMPLING and hint(value.shape[1]) >= ENOUGH_CHANNELS
+            )
             if node.meta[MARK]:
                 for k in IMAGES[op]:
                     _lay_out(arguments[k])
@@ -126,6 +207,8 @@ def _install() -> None:
     from torch._inductor import lowering
 
     for op in IMAGES:
+        if op not in lowering.lowerings:  # as Inductor would when it meets it in a backward
+            lowering.make_fallback(op, lowering.constrain_to_fx_strides, warn=False)
         constraint = lowering._maybe_layout_constraints.get(op)
         if constraint is not None:
             replace(lowering._maybe_layout_constraints, op, _constraint(constraint))

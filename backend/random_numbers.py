@@ -49,8 +49,9 @@ def _install() -> None:
 
     @wraps(stock)
     def rand(seed: Any, offset: Any) -> Any:
-        bits = _bits_of_a_vector()
-        if bits and V.graph.module.meta.get(MARK):
+        graph: Any = V.graph
+        bits = _bits_of_a_vector() if graph.module.meta.get(MARK) else 0
+        if bits:
             with faults.survived("drawing a vector", "a graph", "Numbers are drawn one by one"):
                 return _vector(seed, offset, V.kernel, bits)
         return stock(seed, offset)

@@ -1,5 +1,5 @@
-"""The gradients of convolutions and of max pooling get their tensors as they read them, and are
-right.
+"""The gradients of convolutions, max pooling and upsampling get their tensors as they read them,
+and are right.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import torch
 from compiled import compile_fused
 from torch import nn
 from torch._prims_common import suggest_memory_format
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normpass.backend import image_gradients
-from normpass.backend.image_gradients import CONVOLUTION, IMAGES, LAST, POOLING
+from normpass.backend.image_gradients import CONVOLUTION, IMAGES, LAST, POOLING, UPSAMPLING
 from normpass.passes import faults
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 FORMATS = {"contiguous": False, "channels_last": True}
@@ -59,6 +62,17 @@ def transposed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2, 2))
 
 
+def upsampled(**options: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.Upsample(**{"scale_factor": 2, "mode": "bilinear", **options}),
+        nn.Conv2d(8, 16, 3),
+        nn.Upsample(**{"scale_factor": (1.5, 3), "mode": "bilinear", **options}),
+        nn.BatchNorm2d(16),
+    )
+
+
 MODELS = {
     "plain": plain,
     "3d": lambda: plain(3),
@@ -68,6 +82,9 @@ MODELS = {
     "a large window": lambda: pooled(kernel_size=7, padding=3),
     "ceil mode": lambda: pooled(ceil_mode=True),
     "transposed": transposed,
+    "upsampled": upsampled,
+    "aligned corners": lambda: upsampled(align_corners=True),
+    "made smaller": lambda: upsampled(scale_factor=None, size=(5, 4)),
 }
 
 
@@ -114,8 +131,8 @@ def observed(
 # Half precision where no rounding decides which pixel of a window is the largest.
 CASES = [
     *((name, False, torch.float32) for name in MODELS),
-    *((name, True, torch.float32) for name in ("plain", "pooled")),
-    *((name, False, torch.bfloat16) for name in ("plain", "depthwise")),
+    *((name, True, torch.float32) for name in ("plain", "pooled", "upsampled")),
+    *((name, False, torch.bfloat16) for name in ("plain", "depthwise", "upsampled")),
 ]
 
 
@@ -139,22 +156,25 @@ def test_each_reads_its_tensors_as_they_lie(
             allowed = 4 * (stock.double() - right).abs().max() + share * right.abs().max()
             torch.testing.assert_close(ours.double(), right, rtol=0, atol=float(allowed))
         calls = observed(compiled, list(net.parameters()), x, g)
-        assert {op for op, _ in calls} == {CONVOLUTION} | ({POOLING} if name in POOLED else set())
+        others = {op for op, names in OTHERS.items() if name in names}
+        assert {op for op, _ in calls} == {CONVOLUTION} | others
         for op, args in calls:
             assert_as_read(op, args)
 
 
-POOLED = ("pooled", "a dilated window", "a large window", "ceil mode")
+OTHERS = {
+    POOLING: ("pooled", "a dilated window", "a large window", "ceil mode"),
+    UPSAMPLING: ("upsampled", "aligned corners", "made smaller"),
+}
 
 
 def assert_as_read(op: Any, args: tuple[Any, ...]) -> None:
     """That ATen need not copy: all lies as what it asks for its format does."""
     telling = [args[k] for k in image_gradients.TELLING[op]]
-    last = LAST[args[1].ndim]
-    wanted = last if any(suggest_memory_format(x) is last for x in telling) else None
-    for k in IMAGES[op]:
-        if wanted:
-            assert args[k].is_contiguous(memory_format=wanted), (op, k, args[k].stride())
+    last = LAST[args[0].ndim]
+    if op is UPSAMPLING or any(suggest_memory_format(x) is last for x in telling):
+        for k in IMAGES[op]:
+            assert args[k].is_contiguous(memory_format=last), (op, k, args[k].stride())
 
 
 def test_what_was_pooled_is_not_saved() -> None:
@@ -170,6 +190,42 @@ def test_what_was_pooled_is_not_saved() -> None:
     saved = [(t.numel(), t.dtype) for t in node.saved_tensors]
     # The norm's input alone: tanh is computed again.
     assert sum(n == x.numel() and t is x.dtype for n, t in saved) == 1
+
+
+def enlarge(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2, mode="bilinear")
+
+
+UPSAMPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "few channels": lambda x: enlarge(x[:, :3]),
+    "no images": lambda x: enlarge(x[:0]),
+    "a transform inside": lambda x: torch.func.grad(lambda y: enlarge(y).square().sum())(x),
+    "a transform of images": lambda x: torch.func.vmap(enlarge)(x[None])[0],
+    "autocast": lambda x: _autocast(lambda: enlarge(x)),
+    "twice": lambda x: enlarge(enlarge(x) * x.mean()),
+}
+
+
+def _autocast(call: Callable[[], Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return call()
+
+
+@pytest.mark.parametrize("name", UPSAMPLINGS)
+def test_upsampling(name: str) -> None:
+    torch.manual_seed(0)
+    upsample = UPSAMPLINGS[name]
+    x = torch.randn(2, 9, 6, 5, requires_grad=True)
+    compiled = torch.compile(upsample, backend="normpass", fullgraph=True)
+    y = upsample(x)
+    torch.testing.assert_close(compiled(x), y)
+    torch.testing.assert_close(compiled(x.detach()), y.detach())
+    g = torch.randn_like(y)
+    (found,) = torch.autograd.grad(compiled(x), x, g)
+    (want,) = torch.autograd.grad(upsample(x), x, g)
+    torch.testing.assert_close(found, want)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), y.detach())
 
 
 def test_a_fault_costs_copies_alone(
@@ -194,7 +250,7 @@ def test_a_fault_costs_copies_alone(
 def test_graphs_of_others_are_compiled_as_ever() -> None:
     """After ours were, in the same process: what marks a gradient is not there."""
     image_gradients.install()
-    net, x = pooled(), torch.randn(3, 3, 13, 9)
+    net, x = nn.Sequential(pooled(), upsampled()[2]), torch.randn(3, 3, 13, 9)
     g = torch.randn_like(net(x))
     stock = torch.compile(net, backend="inductor", fullgraph=True)
     found = gradients(stock, list(net.parameters()), x, g)
