@@ -231,12 +231,9 @@ def _lowering(op: OpOverload, stock: Callable[..., Any]) -> Callable[..., Any]:
     require = {4: ExternKernel.require_channels_last, 5: ExternKernel.require_channels_last_3d}
 
     def without_values(x: Any, is_channels_last: bool) -> Any:
-        sizes = x.get_size()
-        strides = None  # contiguous
-        if is_channels_last:
-            _, c, h, w = sizes
-            strides = [c * h * w, 1, c * w, c]
-        return empty_strided(sizes, strides, dtype=x.get_dtype(), device=x.get_device())
+        strides = _strides_channels_last(x) if is_channels_last else None
+        like = {"dtype": x.get_dtype(), "device": x.get_device()}
+        return empty_strided(x.get_size(), strides, **like)
 
     def as_read(args: tuple[Any, ...], is_channels_last: bool) -> list[Any]:
         read = list(args)
@@ -245,6 +242,10 @@ def _lowering(op: OpOverload, stock: Callable[..., Any]) -> Callable[..., Any]:
                 read[k] = require[len(read[k].get_size())](read[k])
         if op is POOLING:
             read[1] = without_values(read[1], is_channels_last)
+        if op is UPSAMPLING and is_channels_last:
+            # Some of the channels of more lie as they should and not together: a `cat` before.
+            strides = _strides_channels_last(read[0])
+            read[0] = ExternKernel.require_exact_strides(read[0], strides)
         return read
 
     def lower(*args: Any) -> Any:
@@ -255,3 +256,9 @@ def _lowering(op: OpOverload, stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(*args)
 
     return lower
+
+
+def _strides_channels_last(x: Any) -> list[Any]:
+    """Those of an image of Inductor's whose channels lie together."""
+    _, c, h, w = x.get_size()
+    return [c * h * w, 1, c * w, c]

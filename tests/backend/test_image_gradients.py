@@ -196,6 +196,31 @@ def enlarge(x: Tensor) -> Tensor:
     return F.interpolate(x, scale_factor=2, mode="bilinear")
 
 
+def test_some_of_the_channels_of_a_gradient() -> None:
+    """Each of several images that are enlarged and put together, as in a SegFormer's head."""
+    torch.manual_seed(0)
+    images = [torch.randn(2, 9, n, n, requires_grad=True) for n in (3, 6)]
+    head = nn.Sequential(nn.Conv2d(18, 8, 1), nn.BatchNorm2d(8))
+
+    def merge(x: Tensor, y: Tensor) -> Tensor:
+        return head(
+            torch.cat([F.interpolate(x, (6, 6), mode="bilinear"), enlarge(y)[:, :, :6, :6]], 1)
+        )
+
+    compiled = compile_fused(merge)
+    y = merge(*images)
+    g = torch.randn_like(y)
+    want = torch.autograd.grad(y, images, g)
+    found = torch.autograd.grad(compiled(*images), images, g)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    y = compiled(*images)
+    with Calls() as calls:
+        torch.autograd.grad(y, images, g)
+    for op, args in calls.found:
+        assert_as_read(op, args)
+    assert sum(op is UPSAMPLING for op, _ in calls.found) == 2
+
+
 UPSAMPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "few channels": lambda x: enlarge(x[:, :3]),
     "no images": lambda x: enlarge(x[:0]),
