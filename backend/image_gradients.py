@@ -1,5 +1,5 @@
-"""How Inductor calls the gradients of convolutions, max pooling and bilinear upsampling on CPUs:
-ATen's kernels, with tensors that lie as these will read them.
+"""How Inductor calls bilinear upsampling, and the gradients of it, convolutions and max pooling, on
+CPUs: ATen's kernels, with tensors that lie as these will read them.
 
 ATen reads in channels_last if what the gradient is of lies so, else contiguous, and copies what
 lies otherwise. Inductor does not ask it:
@@ -13,7 +13,8 @@ lies otherwise. Inductor does not ask it:
                     pixel's windows that is not vectorized: 3 and 10 times what ATen takes.
     upsampling      It is decomposed before its gradient is taken, which so adds to each pixel four
                     times, atomically: 20 to 60 times what ATen takes where the channels lie
-                    together, a third of a SegFormer's step.
+                    together, a third of a SegFormer's step. Forward it gathers each pixel's four
+                    neighbours one by one: up to 10 times what ATen takes.
 
 Graphs of ours ask for what will be read (`mark`); those that others compile are left alone.
 
@@ -49,11 +50,12 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 CONVOLUTION = aten.convolution_backward.default
 POOLING = aten.max_pool2d_with_indices_backward.default
+ENLARGED = aten.upsample_bilinear2d.default
 UPSAMPLING = aten.upsample_bilinear2d_backward.default
-# Which arguments are read as images, and which of all tell how. What is upsampled is read only in
-# the gradient: its channels lie together if they are enough for a vector.
-IMAGES = {CONVOLUTION: (0, 1), POOLING: (0, 7), UPSAMPLING: (0,)}
-TELLING = {CONVOLUTION: (1, 2), POOLING: (7,), UPSAMPLING: ()}
+# Which arguments are read as images, and which of all tell how.
+IMAGES = {CONVOLUTION: (0, 1), POOLING: (0, 7), ENLARGED: (0,), UPSAMPLING: (0,)}
+TELLING = {CONVOLUTION: (1, 2), POOLING: (7,), ENLARGED: (), UPSAMPLING: ()}
+# Upsampling's channels lie together, however they lay before, if they are enough for a vector.
 ENOUGH_CHANNELS = 8
 # What oneDNN multiplies; convolutions of other numbers have formats of their own.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,8 +71,8 @@ _upsampling_is_whole: ContextVar[bool] = ContextVar("_upsampling_is_whole", defa
 
 @contextmanager
 def traced_whole() -> Iterator[None]:
-    """Gradients of upsampling on CPUs are not taken apart while the block traces a graph."""
-    with faults.survived("the gradients of upsampling", "a graph", "They are taken apart"):
+    """Upsampling on CPUs, and its gradients, are not decomposed while the block traces a graph."""
+    with faults.survived("upsampling", "a graph", "It is decomposed"):
         _keep_upsampling_whole()
     token = _upsampling_is_whole.set(True)
     try:
@@ -86,7 +88,7 @@ class _Upsampling(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
         ctx.sizes, ctx.arguments = x.shape, arguments
         with torch._C._AutoDispatchBelowAutograd():
-            return aten.upsample_bilinear2d.default(x, *arguments)
+            return ENLARGED(x, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -97,18 +99,22 @@ class _Upsampling(torch.autograd.Function):
 @cache
 def _keep_upsampling_whole() -> None:
     """Has autograd trace what `traced_whole` is for, once a process, in place of torch's
-    decompositions. Forward is then decomposed as ever, below autograd.
+    decompositions.
     """
     from torch._decomp.decompositions import upsample_compute_output_size
+    from torch._subclasses.functional_tensor import FunctionalTensor
 
-    whole, scaled = aten.upsample_bilinear2d.default, aten.upsample_bilinear2d.vec
+    scaled = aten.upsample_bilinear2d.vec
 
     def is_traced(x: Tensor) -> bool:
-        wanted = _upsampling_is_whole.get() and not torch._C._are_functorch_transforms_active()
-        return wanted and x.requires_grad and x.device.type == "cpu"
+        # Tensors of other classes (DTensor) need not know the gradient's operator.
+        is_plain = isinstance(x, FunctionalTensor) and x.device.type == "cpu"
+        in_transform = torch._C._are_functorch_transforms_active()
+        is_faster = x.requires_grad or hint(x.shape[1]) >= ENOUGH_CHANNELS
+        return _upsampling_is_whole.get() and is_plain and not in_transform and is_faster
 
     def with_sizes(x: Tensor, *arguments: Any) -> Any:
-        return (_Upsampling.apply if is_traced(x) else stock[whole])(x, *arguments)
+        return (_Upsampling.apply if is_traced(x) else stock[ENLARGED])(x, *arguments)
 
     def with_factors(x: Tensor, sizes: Any, align_corners: bool, factors: Any) -> Any:
         if not is_traced(x):
@@ -116,7 +122,7 @@ def _keep_upsampling_whole() -> None:
         sizes = upsample_compute_output_size(x.size(), sizes, factors)
         return with_sizes(x, sizes, align_corners, *(factors or (None, None)))
 
-    ours = {whole: with_sizes, scaled: with_factors}
+    ours = {ENLARGED: with_sizes, scaled: with_factors}
     stock = {op: op.py_kernels[DispatchKey.Autograd] for op in ours}
     for op, kernel in ours.items():
         op.py_kernels[DispatchKey.AutogradCPU] = kernel
@@ -159,8 +165,8 @@ def kept_whole(table: Decompositions) -> Decompositions:
 
 
 def mark(graph: Graph) -> None:
-    """Marks the gradients of a graph with whether they read channels_last, and gives the examples
-    of what they read these strides: Inductor lays tensors out as their examples are.
+    """Marks what a graph calls with whether it reads channels_last, and gives the examples of what
+    it reads these strides: Inductor lays tensors out as their examples are.
     """
     for op in IMAGES:
         for node in graph.find_nodes(op="call_function", target=op):
@@ -169,11 +175,21 @@ def mark(graph: Graph) -> None:
             if value.device.type != "cpu" or (op is CONVOLUTION and value.dtype not in DTYPES):
                 continue
             node.meta[MARK] = any(_lies_channels_last(arguments[k]) for k in TELLING[op]) or (
-                op is UPSAMPLING and hint(value.shape[1]) >= ENOUGH_CHANNELS
+                op in (ENLARGED, UPSAMPLING) and _is_better_channels_last(op, node)
             )
             if node.meta[MARK]:
                 for k in IMAGES[op]:
                     _lay_out(arguments[k])
+                if op is ENLARGED:
+                    _lay_out(node)
+
+
+def _is_better_channels_last(op: OpOverload, node: Node) -> bool:
+    """Whether upsampling is, even if what it reads has to be put together for it first."""
+    image: Any = node.args[0]
+    read, written = (x.meta["val"] for x in (image, node))
+    enlarges = hint(read.numel()) <= hint(written.numel())
+    return hint(read.shape[1]) >= ENOUGH_CHANNELS and (op is UPSAMPLING or enlarges)
 
 
 def _lies_channels_last(node: Node) -> bool:
@@ -242,7 +258,7 @@ def _lowering(op: OpOverload, stock: Callable[..., Any]) -> Callable[..., Any]:
                 read[k] = require[len(read[k].get_size())](read[k])
         if op is POOLING:
             read[1] = without_values(read[1], is_channels_last)
-        if op is UPSAMPLING and is_channels_last:
+        if op in (ENLARGED, UPSAMPLING) and is_channels_last:
             # Some of the channels of more lie as they should and not together: a `cat` before.
             strides = _strides_channels_last(read[0])
             read[0] = ExternKernel.require_exact_strides(read[0], strides)

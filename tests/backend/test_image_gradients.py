@@ -4,6 +4,7 @@ and are right.
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from compiled import compile_fused
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normpass.backend import image_gradients
@@ -251,6 +254,41 @@ def test_upsampling(name: str) -> None:
     torch.testing.assert_close(found, want)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), y.detach())
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "is_whole"), [(9, (12, 9), True), (3, (12, 9), False), (9, (3, 2), True)]
+)
+def test_upsampling_without_gradients(channels: int, size: tuple[int, int], is_whole: bool) -> None:
+    """ATen's, of an image whose channels lie together unless it is made smaller."""
+
+    def resize(x: Tensor) -> Tensor:
+        return F.interpolate(x.sin(), size, mode="bilinear").sin()
+
+    torch.manual_seed(0)
+    x = torch.randn(2, channels, 6, 5)
+    compiled = torch.compile(resize, backend="normpass", fullgraph=True)
+    with torch.no_grad():
+        found, (code, *_) = run_and_get_code(compiled, x)
+    torch.testing.assert_close(found, resize(x))
+    assert found.stride() == resize(x).stride()
+    h, w = size
+    as_read = (channels * h * w, 1, channels * w, channels) if h > 6 else found.stride()
+    called = re.search(r"(buf\d+) = torch.ops.aten.upsample_bilinear2d.default\(", code)
+    assert bool(called) is is_whole
+    if called:
+        lies = rf"assert_size_stride\(\w+, \(2, {channels}, {h}, {w}\), (\(.*?\))"
+        assert tuple(map(int, re.search(lies, code)[1].strip("()").split(", "))) == as_read
+
+
+def test_tensors_of_other_classes_are_upsampled_as_ever() -> None:
+    parts = [torch.randn(2, 9, 6, 5) for _ in range(2)]
+    x = TwoTensor(*parts).requires_grad_()
+    compiled = torch.compile(enlarge, backend="normpass", fullgraph=True)
+    compiled(x).sum().backward()
+    want = enlarge(parts[0].requires_grad_())
+    want.sum().backward()
+    torch.testing.assert_close(x.grad.a, parts[0].grad)
 
 
 def test_a_fault_costs_copies_alone(

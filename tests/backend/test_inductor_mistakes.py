@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import normpass
-from normpass.backend import inductor_mistakes
+from normpass.backend import image_gradients, inductor_mistakes
 from normpass.backend.entry import FusionPass
 from normpass.backend.inductor_mistakes import (
     MISTAKES,
@@ -94,8 +94,11 @@ def skip_unless_in_this_version(case: Case) -> None:
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """Each test starts and ends with torch's own functions."""
+    """Each test starts and ends with torch's own functions. (How our graphs' gradients of images
+    are lowered stays, once a process has compiled one.)
+    """
     uninstall()
+    image_gradients.install()
     before = patched()
     assert not any(hasattr(function, "__wrapped__") for function in before)
     yield
