@@ -26,6 +26,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from normpass.backend import (
+    conv1d,
     dump,
     image_gradients,
     inductor_call,
@@ -205,6 +206,8 @@ class FusionPass(_Pass):
         number = dump.graph(self.settings.debug, "20_before", graph)
         before = record.before(graph)
         if self.settings.inner == "inductor":
+            with faults.survived("convolutions in one dimension", "a graph", "They stay so"):
+                conv1d.as_images(graph)
             image_gradients.install()
             with faults.survived("the gradients of images", "a graph", "Their tensors are copied"):
                 image_gradients.mark(graph)

@@ -196,10 +196,11 @@ def _lies_channels_last(node: Node) -> bool:
     """Whether a tensor lies so, or what it is made of alone, which has its final strides earlier:
     offsets that a forward has saved become indices.
     """
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
     value = node.meta["val"]
-    return value.ndim in LAST and suggest_memory_format(value) is LAST[value.ndim]
+    if value.ndim in LAST and suggest_memory_format(value) is LAST[value.ndim]:
+        return True
+    made_of = node.all_input_nodes if node.op == "call_function" else []
+    return len(made_of) == 1 and _lies_channels_last(made_of[0])
 
 
 def _lay_out(node: Node) -> None:

@@ -76,6 +76,10 @@ class Wishes:
             return traced(result)
         if self.prefers_channels_last(result):
             return channels_last(result)
+        for user in result.users:
+            if user.target is aten.unsqueeze.default and self.prefers_channels_last(user):
+                added: Any = user.args[1]
+                return tuple(s for dim, s in enumerate(channels_last(user)) if dim != added % 4)
         is_saved = any(user.op == "output" for user in result.users)
         return traced(result) if is_saved and self.planned else None
 

@@ -97,7 +97,7 @@ class _Lowering:
         outputs = outputs_of(self.nodes)
         if not outputs:
             raise NotLowered("nothing outside needs its results")
-        outputs, repeated = self.distinct(outputs)
+        outputs, repeated = self.distinct([self.as_read(node) for node in outputs])
         results = [self.output(k, node) for k, node in enumerate(outputs)]
         axes = tuple(
             Axis(name, int(extent) if extent.is_Integer else None)
@@ -125,6 +125,25 @@ class _Lowering:
         self.check_precision(region)
         sizes = (*dynamic, *self.sizes)
         return Lowered(region, tuple(inputs), tuple(outputs), sizes, tuple(repeated))
+
+    def as_read(self, node: Node) -> Node:
+        """The view through which alone a result is read, if it splits a dimension of the result's:
+        only so can the parts lie apart (n and c of an instance norm's [1, n c, h w]).
+        """
+        seen = node
+        while len(seen.users) == 1 and (user := next(iter(seen.users))) in self.inside:
+            if kind_of(user) is not Kind.VIEW or not self.has_same_elements(user, seen):
+                break
+            seen = user
+        return seen if self.longest_dim(seen) < self.longest_dim(node) else node
+
+    def longest_dim(self, node: Node) -> int:
+        """The most axes that a dimension of a node is made of."""
+        return max((len(self.domain.resolve(dim)) for dim in self.domain.dims[node]), default=0)
+
+    def has_same_elements(self, view: Node, source: Node) -> bool:
+        axes = (set(self.domain.axes(node)) for node in (view, source))
+        return next(axes) == next(axes)
 
     def distinct(self, outputs: Sequence[Node]) -> tuple[list[Node], list[tuple[Node, Node]]]:
         """Outputs that differ, and those that repeat one (the same value, dtype and layout). What a
