@@ -28,6 +28,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from normpass.backend import (
     conv1d,
     dump,
+    gemm,
     image_gradients,
     inductor_call,
     inductor_mistakes,
@@ -174,8 +175,9 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor's cache knows this pass by: our sources, the options, what is mended in
-        Inductor, and the caches of the processor, on which decisions and plans depend (what GPU
-        there is, Inductor's key says). None, so no caching, if a pass before ours has no identity.
+        Inductor, and the processor's caches and vendor, on which decisions and plans depend (what
+        GPU there is, Inductor's key says). None, so no caching, if a pass before ours has no
+        identity.
         """
         others = [
             other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
@@ -183,7 +185,8 @@ class _Pass(CustomGraphPass):
         if None in others:
             return None
         # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
-        parts = source_digest(), self.settings, is_registered(), caches_of("cpu"), others
+        machine = caches_of("cpu"), gemm.is_faster()
+        parts = source_digest(), self.settings, is_registered(), machine, others
         return f"normpass {parts} {inductor_mistakes.key()}"
 
 
@@ -213,6 +216,9 @@ class FusionPass(_Pass):
                 image_gradients.mark(graph)
             random_numbers.install()
             random_numbers.mark(graph)
+            if self.settings.onednn and not inductor_call.without_python():
+                gemm.install()
+                gemm.mark(graph)
         decisions = fuse_graph(
             graph,
             region_op,

@@ -37,6 +37,13 @@ class Options:
             "alone, from what is saved anyway"
         },
     )
+    onednn: bool = field(
+        default=True,
+        metadata={
+            "help": "whether large float32 matrix products are oneDNN's on processors that MKL has "
+            "no fast code for"
+        },
+    )
     debug: str | None = field(
         default=None,
         metadata={
@@ -73,7 +80,7 @@ class Options:
             raise ValueError(
                 f"option inner: expected one of {', '.join(choices)}, found {result.inner!r}"
             )
-        for name in ("fuse", "recompute"):
+        for name in ("fuse", "recompute", "onednn"):
             if not isinstance(value := getattr(result, name), bool):
                 raise ValueError(f"option {name}: expected True or False, found {value!r}")
         if result.least_bytes is not None and not isinstance(result.least_bytes, int):
