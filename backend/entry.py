@@ -26,14 +26,13 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from normpass.backend import (
-    conv1d,
     dump,
     gemm,
     image_gradients,
     inductor_call,
     inductor_mistakes,
-    random_numbers,
     record,
+    rest,
     toolchain,
 )
 from normpass.backend.caches import caches_of
@@ -209,16 +208,7 @@ class FusionPass(_Pass):
         number = dump.graph(self.settings.debug, "20_before", graph)
         before = record.before(graph)
         if self.settings.inner == "inductor":
-            with faults.survived("convolutions in one dimension", "a graph", "They stay so"):
-                conv1d.as_images(graph)
-            image_gradients.install()
-            with faults.survived("the gradients of images", "a graph", "Their tensors are copied"):
-                image_gradients.mark(graph)
-            random_numbers.install()
-            random_numbers.mark(graph)
-            if self.settings.onednn and not inductor_call.without_python():
-                gemm.install()
-                gemm.mark(graph)
+            rest.prepare(graph, self.settings)
         decisions = fuse_graph(
             graph,
             region_op,

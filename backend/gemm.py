@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.backend import inductor_call
 from normpass.backend.inductor_mistakes.mistake import replace
 from normpass.passes import faults
 from normpass.passes.sizes import hint
@@ -59,7 +60,9 @@ def _vendor() -> str:
 
 def mark(graph: Graph) -> None:
     """Marks a graph: its large products are oneDNN's."""
-    if graph.owning_module is not None and is_faster() and not _is_tuned():
+    if graph.owning_module is None or not is_faster() or _is_tuned():
+        return
+    if inductor_call.without_python() is None:
         graph.owning_module.meta[MARK] = True
 
 
@@ -70,14 +73,9 @@ def _is_tuned() -> bool:
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
+@cache
 def install() -> None:
     """Tells Inductor, once a process, how to lower products of marked graphs."""
-    with faults.survived("products by oneDNN", "Inductor", "MKL multiplies"):
-        _install()
-
-
-@cache
-def _install() -> None:
     from torch._inductor import lowering
 
     table = lowering.lowerings

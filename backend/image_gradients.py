@@ -213,14 +213,9 @@ def _lay_out(node: Node) -> None:
 # ---- its lowering
 
 
+@cache
 def install() -> None:
     """Tells Inductor, once a process, how to lower what `mark` has marked."""
-    with faults.survived("the gradients of images", "Inductor", "Their tensors are copied"):
-        _install()
-
-
-@cache
-def _install() -> None:
     from torch._inductor import lowering
 
     for op in IMAGES:

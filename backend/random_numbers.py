@@ -34,14 +34,9 @@ def mark(graph: Graph) -> None:
         graph.owning_module.meta[MARK] = True
 
 
+@cache
 def install() -> None:
     """Tells Inductor, once a process, how to print what draws a number in marked graphs."""
-    with faults.survived("dropout's random numbers", "Inductor", "They are drawn one by one"):
-        _install()
-
-
-@cache
-def _install() -> None:
     from torch._inductor.codegen.cpp import CppVecOverrides
     from torch._inductor.virtualized import V
 

@@ -300,7 +300,7 @@ def test_a_fault_costs_copies_alone(
     def fail(*_: Any) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(image_gradients, "mark", fail)
+    monkeypatch.setattr(image_gradients, "_lies_channels_last", fail)
     g = torch.randn_like(net(x))
     found = gradients(compile_fused(net), list(net.parameters()), x, g)
     for ours, eager in zip(found, gradients(net, list(net.parameters()), x, g), strict=True):
