@@ -97,11 +97,11 @@ def _backward(graph: Graph, node: Node) -> None:
 
 
 def _has_short_windows(node: Node) -> bool:
-    """Whether what a convolution reads for an element of its result is not much more than that."""
+    """Whether the weight has a gradient, and little is read for an element of the result."""
     arguments: Any = node.args
     gradient, x, weight = (operand.meta["val"] for operand in arguments[:3])
-    dilation, transposed, _, groups, _ = arguments[6:]
-    if transposed or groups != 1 or list(dilation) != [1]:
+    dilation, transposed, _, groups, (_, of_weight, _) = arguments[6:]
+    if not of_weight or transposed or groups != 1 or list(dilation) != [1]:
         return False
     sizes = (*gradient.shape, *x.shape, *weight.shape)
     channels, *window = weight.shape

@@ -217,3 +217,19 @@ def test_sound(name: str, dtype: torch.dtype, of_sound: bool) -> None:
     with Calls() as calls:
         torch.autograd.grad(y, list(net.parameters()), g)
     assert len(calls.found) == (1 if name in OF_WINDOWS and not of_sound else 2)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_sound_through_frozen_parameters(frozen: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(1, CHANNELS, 8, 4), nn.GroupNorm(4, CHANNELS), convolution())
+    getattr(net[0], frozen).requires_grad_(False)
+    getattr(net[2], frozen).requires_grad_(False)
+    x = torch.randn(3, 1, 64, requires_grad=True)
+    trained = [x, *(p for p in net.parameters() if p.requires_grad)]
+    y = net(x)
+    g = torch.randn_like(y)
+    want = torch.autograd.grad(y, trained, g)
+    found = torch.autograd.grad(compile_fused(net)(x), trained, g)
+    for ours, right in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
