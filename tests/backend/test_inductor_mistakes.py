@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import normpass
-from normpass.backend import image_gradients, inductor_mistakes
+from normpass.backend import inductor_mistakes, rest
 from normpass.backend.entry import FusionPass
 from normpass.backend.inductor_mistakes import (
     MISTAKES,
@@ -94,11 +94,12 @@ def skip_unless_in_this_version(case: Case) -> None:
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """Each test starts and ends with torch's own functions. (How our graphs' gradients of images
-    are lowered stays, once a process has compiled one.)
+    """Each test starts and ends with torch's own functions. (How the rest of our graphs is lowered
+    stays, once a process has compiled one.)
     """
     uninstall()
-    image_gradients.install()
+    for part in rest.PARTS:
+        part.install()
     before = patched()
     assert not any(hasattr(function, "__wrapped__") for function in before)
     yield
@@ -119,8 +120,11 @@ def test_right_with_the_mend(name: str) -> None:
     assert error(CASES[name]) < 1
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_right_with_the_mend_in_graphs_of_others() -> None:
-    """Our own graphs call ATen's pooling, which scatters nothing."""
+    """Our own graphs call ATen's pooling, which scatters nothing. What is compiled here would be
+    found again by tests of stock Inductor, whose cache knows nothing of mends.
+    """
     install()
     assert error(CASES["pooled"], "inductor") < 1
 
