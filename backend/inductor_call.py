@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 NAME = "normpass_region"
 IMPORT = f"from normpass.backend.runtime import launch as {NAME}"
+# Where tensors lie as the region's text says: a name for each place that calls one.
+CALL_SITE = "normpass_call_site"
+IMPORT_CALL_SITE = f"from normpass.backend.runtime import CallSite as {CALL_SITE}"
 
 
 @cache
@@ -70,16 +73,14 @@ def rounds_everywhere() -> bool:
 def _settled(
     text: str, sizes: Sequence[Any], inputs: Sequence[Any], graph: Any
 ) -> tuple[str, Sequence[Any]]:
-    """A region's text and sizes where its tensors lie now; as they are if there is no kernel for
-    that, and then its inputs are copied.
+    """A region's text and sizes where its tensors lie now.
+
+    Raises:
+        NotImplementedError: if there is no kernel for that.
     """
     wishes = Wishes(graph.nodes_prefer_channels_last, graph.user_visible_output_strides)
     new = settled(text, sizes, inputs, graph.current_node, wishes)
-    try:
-        print_for(new[0], inputs[0].get_device().type)
-    except NotImplementedError as error:
-        log.info("the tensors of a region are copied: %s", error)
-        return text, sizes
+    print_for(new[0], inputs[0].get_device().type)
     return new
 
 
@@ -118,9 +119,21 @@ def _install() -> None:
         def codegen(self, wrapper: Any) -> None:
             device = self.get_device()
             if device is not None and device.type == "cpu":
-                wrapper.add_import_once(IMPORT)
-                self.python_kernel_name = NAME
+                self.python_kernel_name = self.name_for_python(wrapper)
             super().codegen(wrapper)
+
+        def name_for_python(self, wrapper: Any) -> str:
+            wrapper.add_import_once(IMPORT)
+            return NAME
+
+    class SettledRegionKernel(RegionKernel):
+        """One whose tensors lie as its text says."""
+
+        def name_for_python(self, wrapper: Any) -> str:
+            name = f"{NAME}_{self.get_name()}"
+            wrapper.add_import_once(IMPORT_CALL_SITE)
+            wrapper.add_import_once(f"{name} = {CALL_SITE}()")
+            return name
 
     wrap(GraphLowering, "find_nodes_prefer_channels_last", _only_images)
 
@@ -130,9 +143,14 @@ def _install() -> None:
         for x in inputs:
             if ir.is_storage_and_layout(x):
                 ir.as_storage_and_layout(x, freeze=True)
+        call: type[RegionKernel] = RegionKernel
         with faults.survived("settling where its tensors lie", "a region", "They are copied"):
-            text, sizes = _settled(text, sizes, inputs, V.graph)
+            try:
+                text, sizes = _settled(text, sizes, inputs, V.graph)
+                call = SettledRegionKernel
+            except NotImplementedError as error:
+                log.info("the tensors of a region are copied: %s", error)
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
             _start(text, inputs[0].get_device().type)
-        results = RegionKernel.create(region_op, inputs, sizes, text)
+        results = call.create(region_op, inputs, sizes, text)
         return tree_map(ir.TensorBox.create, results)

@@ -10,13 +10,54 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "functions.h"
+
+// Of Python's own interface, whose header kernels do without.
+extern "C" {
+typedef struct _object PyObject;
+extern PyObject* PyExc_RuntimeError;
+std::ptrdiff_t PyTuple_Size(PyObject*);
+PyObject* PyTuple_GetItem(PyObject*, std::ptrdiff_t);
+void PyErr_SetString(PyObject*, const char*);
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+
+// What every generated file defines.
+void kernel(void* const* tensors, const int64_t* sizes, int workers, bool past_caches);
+
+// All of a launch but the tensors: `Arguments` of backend/runtime.py.
+struct Arguments {
+  void* (*data_ptr)(PyObject*);  // torch's
+  const int64_t* sizes;
+  int most_workers;
+  bool past_caches;
+};
+
+// Called by Python with a tuple of tensors, which stay as they are while others run Python.
+void launch(const Arguments* arguments, PyObject* tensors, int threads) {
+  std::vector<void*> pointers(PyTuple_Size(tensors));
+  try {
+    for (std::size_t i = 0; i < pointers.size(); i++)
+      pointers[i] = arguments->data_ptr(PyTuple_GetItem(tensors, i));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return;
+  }
+  void* state = PyEval_SaveThread();
+  kernel(pointers.data(), arguments->sizes, std::min(threads, arguments->most_workers),
+         arguments->past_caches);
+  PyEval_RestoreThread(state);
+}
+}
 
 namespace normpass {
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,7 @@ def test_what_the_workers_own_caches_keep_is_not_streamed(
     def streams(own_cache: int) -> bool:
         # The runtime has the function by name; its answer follows the level that it is made from.
         machine(threads, l2=own_cache, l3=1024 * MIB)
-        return kernel._prepare((rows,)).past_caches
+        return kernel._prepare(ctypes.memset, (rows,)).past_caches
 
     enough = -(-rows * ROW // workers)
     assert not streams(enough)
