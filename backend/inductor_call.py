@@ -7,7 +7,7 @@ dispatcher costs about 40 us, as much as a twentieth of a backward over 50 MB.
 Code without Python cannot call it at all: AOTInductor packages run in C++ alone, and cpp_wrapper is
 meant to. Regions stay with Inductor there until kernels can be packaged (`without_python`).
 
-Uses of torch._inductor here (ir.FallbackKernel, register_lowering, add_import_once,
+Uses of torch._inductor here (ir.FallbackKernel and MultiOutput, register_lowering, add_import_once,
 config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation, and
 GraphLowering.find_nodes_prefer_channels_last) were checked on torch 2.11, 2.13 and 2.15; where they
 are missing, the operator is called as any other.
@@ -153,4 +153,7 @@ def _install() -> None:
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
             _start(text, inputs[0].get_device().type)
         results = call.create(region_op, inputs, sizes, text)
+        for result in results if call is SettledRegionKernel else ():
+            # They are made as the text says: to ask costs as much as to make them.
+            result.skip_size_stride_alignment_checks = True
         return tree_map(ir.TensorBox.create, results)
