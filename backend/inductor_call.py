@@ -152,8 +152,8 @@ def _install() -> None:
                 log.info("the tensors of a region are copied: %s", error)
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
             _start(text, inputs[0].get_device().type)
-        results = call.create(region_op, inputs, sizes, text)
-        for result in results if call is SettledRegionKernel else ():
+        results: Any = call.create(region_op, inputs, sizes, text)
+        for result in results:
             # They are made as the text says: to ask costs as much as to make them.
-            result.skip_size_stride_alignment_checks = True
+            result.skip_size_stride_alignment_checks = call is SettledRegionKernel
         return tree_map(ir.TensorBox.create, results)
