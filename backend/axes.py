@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from normpass.backend.tree import ASSUMED_EXTENT, Access, LoopAxis
+from normpass.backend.tree import Access, LoopAxis
 from normpass.passes.region import Buffer, Op, Output, Region, product
+from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -150,8 +151,7 @@ def choose_order(
     widest = max(accesses.values(), key=lambda access: len(access.strides))
 
     def stride(axis: LoopAxis) -> int:
-        step = sympy.sympify(widest.strides.get(axis.name, 0))
-        return int(step.subs(dict.fromkeys(step.free_symbols, ASSUMED_EXTENT)))
+        return expected(widest.strides.get(axis.name, 0))
 
     outer = sorted((a for a in axes if a.name not in local), key=stride, reverse=True)
     inner = sorted((a for a in axes if a.name in local), key=stride, reverse=True)

@@ -38,14 +38,10 @@ from normpass.backend.tree import (
     Store,
 )
 from normpass.passes.region import REGROUP, Op, Region, product
+from normpass.passes.vocabulary import EXPENSIVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-# Functions that are dearer to compute again than to read back from cache.
-EXPENSIVE = frozenset(
-    ("exp", "expm1", "log", "log1p", "pow", "tanh", "erf", "sin", "cos", "sigmoid")
-)
 
 
 @dataclass(frozen=True)

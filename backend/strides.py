@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from normpass.backend.tree import ASSUMED_EXTENT
 from normpass.passes.region import Buffer, Region, Stride, product, verify
+from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +87,8 @@ class Layouts:
 
         def distance(k: int) -> int:
             """Elements between neighbours of the other tensor along a dimension."""
-            return max((_hint(steps[axis]) for axis in buffer.dims[k] if axis in steps), default=0)
+            gaps = (expected(steps[axis]) for axis in buffer.dims[k] if axis in steps)
+            return max(gaps, default=0)
 
         shape, step = self.shape(buffer), sympy.Integer(1)
         dense = [step] * len(shape)
@@ -132,9 +133,3 @@ class Layouts:
             if sympy.expand(self.extents[name] - stride) == 0:
                 return name
         return self.new.setdefault(stride, f"t{len(self.region.sizes) + len(self.new)}")
-
-
-def _hint(step: sympy.Expr) -> int:
-    """A number of elements, for comparisons."""
-    step = sympy.sympify(step)
-    return int(step.subs(dict.fromkeys(step.free_symbols, ASSUMED_EXTENT)))

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from normpass.passes.region import Buffer, Op, Output, Region, product
+from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import sympy
-
-# An extent that is only known at run time counts as this many elements in decisions.
-ASSUMED_EXTENT = 1024
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class LoopAxis:
     @property
     def hint(self) -> int:
         """The extent, or an assumed one, for decisions."""
-        return int(self.extent.subs(dict.fromkeys(self.extent.free_symbols, ASSUMED_EXTENT)))
+        return expected(self.extent)
 
 
 @dataclass(frozen=True)

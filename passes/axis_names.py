@@ -29,7 +29,7 @@ def name_axes(nodes: Sequence[Node], domain: Domain) -> dict[int, str]:
         if node in domain.dims
         for axis in domain.axes(node)
     }
-    local = _locally_reduced(nodes, domain)
+    local = locally_reduced(nodes, domain)
     pools = {True: iter(LOCAL_NAMES), False: iter(PARALLEL_NAMES)}
     names: dict[int, str] = {}
     for axis in (axis for axis in order if axis in needed):
@@ -48,7 +48,7 @@ def reduced_axes(node: Node, domain: Domain) -> tuple[int, ...]:
     )
 
 
-def _locally_reduced(nodes: Sequence[Node], domain: Domain) -> set[int]:
+def locally_reduced(nodes: Sequence[Node], domain: Domain) -> set[int]:
     """Axes of reductions whose result is broadcast over them again."""
     behind: dict[Node, set[int]] = {}
     local: set[int] = set()

@@ -1,7 +1,7 @@
 """The order of passes: the only place where it exists.
 
-    graph without no-ops -> grow -> copy what is better computed inside -> lower -> judge -> put,
-    one region at a time
+    graph without no-ops -> grow -> copy what is better computed inside -> leave outside what is
+    better computed once -> lower -> judge -> put, one region at a time
 
 Each accepted region changes the graph, so what can still be fused without a cycle is asked of the
 graph as it is. A stage that fails (a fault of ours) refuses its region and leaves the graph as it
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from normpass.passes import faults, names
 from normpass.passes.copies import copy_inputs, take_back
+from normpass.passes.hoist import left_outside
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.noops import remove_noops
 from normpass.passes.profit import Estimate, Traffic, estimate, has_inner_reduction, refusal
@@ -113,7 +114,8 @@ def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
             copy_inputs(graph, grown.nodes, copies)
             if copies:
                 grown = Grower(graph).grow(seed) or grown
-                attempt.nodes = grown.nodes
+            grown = left_outside(grown)
+            attempt.nodes = grown.nodes
             decision = judge.decide(grown, attempt)
         except Exception as error:  # see fuse_graph
             decision = attempt.failed(error)

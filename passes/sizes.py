@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import sympy
+
 if TYPE_CHECKING:
     import torch
     from torch.fx import Node
+
+
+# What a size that is only known at run time counts as in decisions.
+ASSUMED_EXTENT = 1024
 
 
 def hint(size: int | torch.SymInt) -> int:
     """A size's value, or its example's where it is symbolic."""
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.hint is not None else 1024
+    return int(size.node.hint) if size.node.hint is not None else ASSUMED_EXTENT
+
+
+def expected(size: sympy.Expr | int) -> int:
+    """A size's value, or one for decisions where it is only known at run time."""
+    size = sympy.sympify(size)
+    return int(size.subs(dict.fromkeys(size.free_symbols, ASSUMED_EXTENT)))
 
 
 def nbytes(node: Node) -> int:

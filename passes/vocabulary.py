@@ -87,6 +87,11 @@ _CHEAP = frozenset(
     }
 )
 
+# Functions that take as long as reading several numbers from a cache.
+EXPENSIVE = frozenset(
+    ("exp", "expm1", "log", "log1p", "pow", "tanh", "erf", "sin", "cos", "sigmoid")
+)
+
 # Truth values that are added are a truth value again.
 ADDITIONS = frozenset({aten.add.Tensor, aten.add.Scalar})
 
