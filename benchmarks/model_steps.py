@@ -13,6 +13,7 @@ import torch
 from rich.progress import Progress
 from rich.table import Table
 
+from normpass.backend.entry import source_digest
 from normpass.benchmarks.cases import DTYPES, geometric_mean
 from normpass.benchmarks.machine import installed, machine
 from normpass.benchmarks.measure import Timing, number, spread
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 REPEATS = 15
 TIMED = ("eager", *BACKENDS)
+# What differs from run to run of one machine.
+VARYING = ("date", "load")
 
 
 def add_options(parser: argparse.ArgumentParser, group: Any) -> None:
@@ -53,6 +56,12 @@ def add_options(parser: argparse.ArgumentParser, group: Any) -> None:
         "--tiny",
         action="store_true",
         help="with --models: the sizes of tests, to see that all runs; times mean nothing",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="with --models: other cases that the file of results has stay in it, if they are of "
+        "the same processor and versions",
     )
 
 
@@ -89,17 +98,19 @@ def run(
         )
         cases = [case for case in cases if case.model not in names]
     path = args.out / f"{torch.device(args.device).type}-models.json"
+    before = kept(args, cases, path, console) if args.keep else []
     results: list[Found] = []
     with Progress(console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=len(cases))
         for place, case in enumerate(cases):
             progress.update(task, description=case.label, refresh=True)
-            results.append(measure(job_of(args, case, place)))
-            save(results, args, path)
+            results.append({**measure(job_of(args, case, place)), "sources": source_digest()})
+            save(in_order([*before, *results]), args, path)
             progress.advance(task)
         progress.update(task, description="measured", refresh=True)
     if not results:
         return 0
+    results = in_order([*before, *results])
     console.print(result_table(results))
     for line in complaints(results):
         console.print(line, markup=False)
@@ -126,6 +137,29 @@ def job_of(args: argparse.Namespace, case: Case, place: int) -> Job:
         steady=not args.system_allocator,
         tiny=args.tiny,
     )
+
+
+def kept(
+    args: argparse.Namespace, cases: Sequence[Case], path: Path, console: Console
+) -> list[Found]:
+    """What the file of results has of other cases; nothing if it is of another machine."""
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text())
+    here, there = (
+        {**m, **dict.fromkeys(VARYING)} for m in (machine(args.device), document["machine"])
+    )
+    if here != there or document["repeats"] != (args.repeats or REPEATS):
+        console.print(f"{path} is of another machine, other versions or repeats: nothing is kept")
+        return []
+    asked = {case.label for case in cases}
+    return [found for found in document["cases"] if label_of(found) not in asked]
+
+
+def in_order(results: Sequence[Found]) -> list[Found]:
+    """Sorted as the models are."""
+    order = {case.label: place for place, case in enumerate(select())}
+    return sorted(results, key=lambda found: order[label_of(found)])
 
 
 def save(results: Sequence[Found], args: argparse.Namespace, path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from normpass.backend.entry import source_digest
 from normpass.benchmarks import bench, model_steps, zoo
 from normpass.benchmarks.zoo import Case
 
@@ -79,7 +80,7 @@ def test_the_file_holds_what_was_measured_after_every_case(tmp_path: Path) -> No
     assert seen == [0, 1, 2]
     document = json.loads(path.read_text())
     assert [found["model"] for found in document["cases"]] == ["mlp", "llama"]
-    assert document["cases"][0] == result(MLP)
+    assert document["cases"][0] == {**result(MLP), "sources": source_digest()}
     assert document["geometric_means"]["all"]["cases"] == 2
     assert document["machine"]["versions"]["torch"] == torch.__version__
     assert document["repeats"] == model_steps.REPEATS
@@ -184,3 +185,32 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_steps.plot([], tmp_path / "x.png") is False
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert model_steps.plot([result(MLP)], tmp_path / "x.png") is False
+
+
+def test_other_cases_stay_in_the_file_if_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpu-models.json"
+
+    def run(*names: str, ours: float) -> list[tuple[str, float]]:
+        args = bench.parse(
+            [
+                "--models",
+                *names,
+                "--device=cpu",
+                "--out",
+                str(tmp_path),
+                "--dtype=float32",
+                "--keep",
+            ]
+        )
+        model_steps.run(args, Console(width=200), lambda given: result(given.case, ours))
+        cases = json.loads(path.read_text())["cases"]
+        return [(found["model"], found["seconds"]["normpass"]["median"]) for found in cases]
+
+    assert run("vit", "llama", ours=1.0) == [("vit", 1.0), ("llama", 1.0)]
+    assert run("mlp", "llama", ours=4.0) == [("mlp", 4.0), ("vit", 1.0), ("llama", 4.0)]
+    assert "vit float32" in capsys.readouterr().out.rpartition("training steps")[2]
+    monkeypatch.setattr(model_steps, "machine", lambda device: {"cpu": "another"})
+    assert run("gpt", ours=1.0) == [("gpt", 1.0)]
+    assert "of another machine" in capsys.readouterr().out
