@@ -92,7 +92,7 @@ def _compile_with_inductor(
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     # What `register` fuses under stock Inductor is fused here, with these options, and once.
     patches["post_grad_custom_pre_pass"] = FusionPass(settings, as_tuple(without_ours(before)))
-    if settings.recompute:
+    if settings.recompute is not False:
         before = patches.get("joint_custom_post_pass", config.joint_custom_post_pass)
         patches["joint_custom_post_pass"] = SavingPass(settings, as_tuple(before))
     with image_gradients.traced_whole():
@@ -124,8 +124,8 @@ def _compile_with_eager(
 
 def _cannot_build(inputs: Sequence[Any]) -> bool:
     """Whether CPU code is asked for and there is no compiler; warns once."""
-    on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs)
-    if not on_cpu or toolchain.missing_compiler() is None:
+    any_on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs)
+    if not any_on_cpu or toolchain.missing_compiler() is None:
         return False
     _warn_once(f"the model runs uncompiled: {toolchain.missing_compiler()}")
     return True
@@ -195,8 +195,15 @@ class SavingPass(_Pass):
     def run(self, graph: Graph) -> None:
         if functorch_config.activation_memory_budget != 1:
             return  # the user has chosen
+        if self.settings.recompute is None and not _is_on_cpu(graph):
+            return
         with faults.survived("choosing what is saved", "a graph", "Stock's choice is taken"):
             saved.mark(graph, constant_inputs(graph))
+
+
+def _is_on_cpu(graph: Graph) -> bool:
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return all(x.device.type == "cpu" for x in values if isinstance(x, torch.Tensor))
 
 
 class FusionPass(_Pass):

@@ -30,11 +30,12 @@ class Options:
             "default of the device (backend/options.py and passes/profit.py)"
         },
     )
-    recompute: bool = field(
-        default=False,
+    recompute: bool | None = field(
+        default=None,
         metadata={
             "help": "whether the backward computes again what would be saved for matrix products "
-            "alone, from what is saved anyway"
+            "alone, from what is saved anyway; None for where it was measured to cost no time, on "
+            "CPUs"
         },
     )
     onednn: bool = field(
@@ -81,8 +82,11 @@ class Options:
                 f"option inner: expected one of {', '.join(choices)}, found {result.inner!r}"
             )
         for name in ("fuse", "recompute", "onednn"):
-            if not isinstance(value := getattr(result, name), bool):
-                raise ValueError(f"option {name}: expected True or False, found {value!r}")
+            value, expected = getattr(result, name), "True or False"
+            if known[name].default is None:
+                expected = "True, False or None"
+            if not isinstance(value, bool) and (value is not None or "None" not in expected):
+                raise ValueError(f"option {name}: expected {expected}, found {value!r}")
         if result.least_bytes is not None and not isinstance(result.least_bytes, int):
             raise ValueError(
                 "option least_bytes: expected a number of bytes or None, found "

@@ -66,6 +66,8 @@ def test_an_unknown_option_lists_all() -> None:
         ("inner", "outer", "option inner: expected one of inductor, eager, found 'outer'"),
         ("least_bytes", "many", "option least_bytes: expected a number of bytes or None"),
         ("fuse", "no", "option fuse: expected True or False, found 'no'"),
+        ("fuse", None, "option fuse: expected True or False, found None"),
+        ("recompute", 1, "option recompute: expected True, False or None, found 1"),
     ],
 )
 def test_a_bad_value_says_what_is_expected(option: str, value: str, message: str) -> None:

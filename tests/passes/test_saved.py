@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from normpass.backend.entry import decomposition_table
+from normpass.backend.entry import SavingPass, decomposition_table
 from normpass.backend.mutated import constant_inputs
+from normpass.backend.options import Options
 from normpass.benchmarks.measure import peak_bytes
 from normpass.passes import saved
 
@@ -200,15 +201,34 @@ def test_a_step_takes_less_memory_and_is_right(dynamic: bool) -> None:
     net = nn.Sequential(*(Block() for _ in range(3))).double()
     x = torch.randn(2048, WIDTH, dtype=torch.float64)
     right = step(net, net, x)
-    peaks = {}
-    for recompute in (True, False):
+    peaks: dict[bool | None, int] = {}
+    for recompute in (None, False):
         function: Any = torch.compile(
             net, backend="normpass", dynamic=dynamic, options={"recompute": recompute}
         )
         torch.testing.assert_close(step(function, net, x), right, rtol=1e-9, atol=1e-9)
         peaks[recompute] = peak_bytes(lambda f=function: step(f, net, x), "cpu")
         torch._dynamo.reset()
-    assert peaks[True] < 0.75 * peaks[False]
+    assert peaks[None] < 0.75 * peaks[False]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "device", "marks"),
+    [
+        (None, "cpu", True),
+        (None, "meta", False),
+        (True, "meta", True),
+    ],
+)
+def test_other_devices_are_asked_for(
+    recompute: bool | None, device: str, marks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, seen = torch.fx.Graph(), list[torch.fx.Graph]()
+    graph.placeholder("x").meta["val"] = torch.empty(2, device=device)
+    graph.output(())
+    monkeypatch.setattr(saved, "mark", lambda graph, constant: seen.append(graph))
+    SavingPass(Options(recompute=recompute))(graph)
+    assert seen == [graph] * marks
 
 
 def test_a_user_s_checkpoint_is_compiled() -> None:
