@@ -185,8 +185,9 @@ class Search:
         """
         if last.decision is not None and not last.fault:
             self.settled.update(node for node in last.nodes if kind_of(node) is Kind.REDUCTION)
-        self.settled.add(seed)
-        self.refused[seed] = first.nodes
+        else:
+            self.settled.add(seed)
+            self.refused[seed] = first.nodes
 
     def freed(self, nodes: Sequence[Node]) -> list[Node]:
         """The settled seeds that have another chance, now that these nodes are fused."""
