@@ -10,7 +10,6 @@ was before.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from normpass.passes.noops import remove_noops
 from normpass.passes.profit import Estimate, Traffic, estimate, has_inner_reduction, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
-from normpass.passes.shrink import MOST_TRIES, Fault, left_out
+from normpass.passes.shrink import MOST_TRIES, Fault, left_out, with_what_feeds_it
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
@@ -137,8 +136,7 @@ class Search:
 
     A region that is refused is grown again without what is at fault, a few times. If that does not
     help, its seed is settled: no region gets it, but those of its other reductions may do without.
-    Where nothing is at fault they are settled too. Once a part of a refused region is fused, its
-    seed has another chance in the rest.
+    Where nothing is at fault they are settled too.
     """
 
     def __init__(self, graph: Graph, judge: Judge) -> None:
@@ -146,23 +144,18 @@ class Search:
         self.judge = judge
         self.grower = Grower(graph)
         self.settled: set[Node] = set()
-        self.refused: dict[Node, list[Node]] = {}  # settled seeds, and their regions
         self.attempts: list[Attempt] = []
 
     def run(self) -> None:
         """Tries every reduction as a seed. `attempts` has what was decided."""
-        waiting = deque(seeds(self.graph))
-        while waiting:
-            seed = waiting.popleft()
+        for seed in seeds(self.graph):
             if seed in self.settled or seed not in self.grower.reach.order:
                 continue
             attempt = self.best(seed)
-            if attempt.decision is None:
-                continue
-            self.attempts.append(attempt)
+            if attempt.decision is not None:
+                self.attempts.append(attempt)
             if isinstance(attempt.decision, Fused):
                 self.grower = Grower(self.graph)
-                waiting.extendleft(reversed(self.freed(attempt.nodes)))
 
     def best(self, seed: Node) -> Attempt:
         """The first region around a seed that is accepted, the largest first; else the largest."""
@@ -175,34 +168,18 @@ class Search:
             last = self.attempt(seed, barred)
         if isinstance(last.decision, Fused):
             return last
-        if first.decision is not None:
-            self.settle(seed, first, last)
-        return first
-
-    def settle(self, seed: Node, first: Attempt, last: Attempt) -> None:
-        """Takes reductions out of the search. first, last: the largest and the smallest region that
-        was refused.
-        """
-        if last.decision is not None and not last.fault:
-            self.settled.update(node for node in last.nodes if kind_of(node) is Kind.REDUCTION)
-        else:
+        if isinstance(first.decision, Refused):
             self.settled.add(seed)
-            self.refused[seed] = first.nodes
-
-    def freed(self, nodes: Sequence[Node]) -> list[Node]:
-        """The settled seeds that have another chance, now that these nodes are fused."""
-        fused = set(nodes)
-        freed = [seed for seed, others in self.refused.items() if not fused.isdisjoint(others)]
-        for seed in freed:
-            del self.refused[seed]
-            self.settled.remove(seed)
-        return freed
+        if isinstance(last.decision, Refused) and not last.fault:
+            self.settled.update(node for node in last.nodes if kind_of(node) is Kind.REDUCTION)
+        return first
 
     def attempt(self, seed: Node, barred: set[Node]) -> Attempt:
         """Grows and judges a region without what is barred. If it is not fused, the graph is as it
         was.
         """
         attempt = Attempt([seed], [seed])
+        barred = with_what_feeds_it(barred)
         copies: dict[Node, Node] = {}
         try:
             grown = self.grower.grow(seed, barred)
@@ -283,12 +260,12 @@ class Judge:
                 return self.kernel(lowered, cost)
 
             reason = refusal(lowered, cost, planned, least_bytes=self.least_bytes)
-            attempt.fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
+            fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
             if reason is None:
                 attempt.stage = "planning the kernel"
-                reason = self.missing(lowered)
-                attempt.fault = Fault(unknown=True)
+                reason, fault = self.missing(lowered), Fault(unknown=True)
             if reason is not None:
+                attempt.fault = fault
                 return Refused(*label, reason, members)
             attempt.stage = "rewriting"
             call = put(self.graph, nodes, lowered, self.op)

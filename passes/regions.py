@@ -17,7 +17,7 @@ import torch
 
 from normpass.passes.domain import Domain, NotExpressible
 from normpass.passes.sizes import hint
-from normpass.passes.vocabulary import DTYPES, RANDOM, Kind, kind_of
+from normpass.passes.vocabulary import DTYPES, IDENTITY, RANDOM, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -94,10 +94,17 @@ def fusable(node: Node) -> bool:
     if kind_of(node) is Kind.OTHER:
         return False
     return all(map(_is_float_or_truth, _tensors(node))) and all(
-        arg.target not in RANDOM and all(map(_is_float_or_truth, _tensors(arg)))
+        not _is_drawn(arg) and all(map(_is_float_or_truth, _tensors(arg)))
         for arg in node.all_input_nodes
         if not isinstance(arg.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
     )
+
+
+def _is_drawn(node: Node) -> bool:
+    """Whether these are random numbers, or a cast of some: dropout in half precision has one."""
+    while node.target in IDENTITY:
+        node = node.all_input_nodes[-1]
+    return node.target in RANDOM
 
 
 def _tensors(node: Node) -> Sequence[Any]:

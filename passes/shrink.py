@@ -22,7 +22,7 @@ from normpass.passes.sizes import nbytes
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     import sympy
@@ -69,10 +69,22 @@ def left_out(seed: Node, nodes: Sequence[Node], fault: Fault) -> set[Node]:
         cut = {fault.node} & {*nodes} or _reading((fault.node,), nodes)
     else:
         cut = _best_cut(seed, nodes, fault.inputs)
-    return set() if seed in cut else cut
+    return set() if seed in with_what_feeds_it(cut) else cut
 
 
-def _reading(sources: Sequence[Node], nodes: Sequence[Node]) -> set[Node]:
+def with_what_feeds_it(barred: AbstractSet[Node]) -> set[Node]:
+    """What a region must not have, and what nobody else needs: it would be written for that."""
+    found = set(barred)
+    waiting = list(barred)
+    while waiting:
+        for arg in waiting.pop().all_input_nodes:
+            if arg not in found and found.issuperset(arg.users):
+                found.add(arg)
+                waiting.append(arg)
+    return found
+
+
+def _reading(sources: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
     return {node for node in nodes if not set(sources).isdisjoint(node.all_input_nodes)}
 
 
@@ -121,7 +133,8 @@ def _cuts(seed: Node, nodes: Sequence[Node], inputs: Sequence[Node]) -> Iterator
     while seed not in more and not more <= cut:
         cut = cut | more
         yield cut
-        more = _with_views(_reading(_written(cut, nodes), nodes), nodes)
+        written = _with_views(_written(cut, nodes), nodes)
+        more = _with_views(_reading(written, nodes), nodes)
 
 
 def _with_views(found: set[Node], nodes: Sequence[Node]) -> set[Node]:

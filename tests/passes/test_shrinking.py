@@ -191,7 +191,7 @@ def test_a_node_that_cannot_be_lowered_stays_outside() -> None:
     assert not refused
     (region,) = regions
     assert "prod" not in functions(region)
-    assert sorted(shapes(region)) == ["f32[r 1]", "f32[r c]", "f32[r]"]
+    assert functions(region) >= {"rsqrt", "mul"}
 
 
 def test_a_detour_through_float64_starts_outside() -> None:
@@ -262,8 +262,9 @@ def attempts(
 
 
 def test_the_first_of_two_is_fused_without_the_second() -> None:
-    def f(x: Tensor, z: Tensor, i: Tensor) -> Tensor:
-        return rms(masked(z, i) + centred(x))
+    def f(x: Tensor, z: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        y = centred(x)
+        return rms(masked(z, i) + y), y
 
     regions, refused = check(f, X, Z, INDEX)
     (region,) = regions
@@ -289,13 +290,13 @@ def one_at_a_time(lowered: Lowered) -> str | None:
     return None if count == 1 else f"{count} at once"
 
 
-def test_what_was_refused_has_another_chance_in_what_is_left() -> None:
-    """Without a kernel for both, and nobody to say why: the second alone, and then the first."""
+def test_where_nobody_knows_why_each_has_a_chance_of_its_own() -> None:
+    """Without a kernel for both: the second is fused, and what it has of the first comes along."""
     graph = trace(lambda x: (rms(x), centred(x)), SMALL)
     decisions = fuse_graph(graph.graph, region_op, least_bytes=0, missing=one_at_a_time)
     graph.recompile()
-    assert [type(decision) for decision in decisions] == [Fused, Fused]
-    assert len(calls(graph, region_op)) == 2
+    assert [type(decision) for decision in decisions] == [Refused, Fused]
+    assert len(calls(graph, region_op)) == len(calls(graph, aten.mean.dim)) == 1
     exact = SMALL.double()
     for found, right in zip(graph(SMALL), (rms(exact), centred(exact)), strict=True):
         torch.testing.assert_close(found, right.float())
