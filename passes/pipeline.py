@@ -211,19 +211,19 @@ def one_line_a_norm(graph: Graph, attempts: Sequence[Attempt]) -> list[Decision]
         decision = attempt.decision
         if isinstance(decision, Refused):
             norms = [node for node in attempt.norms if node in left]
+            if len(norms) < len(attempt.norms):
+                nodes = [node for node in attempt.nodes if node in left]
+                decision = _narrowed(decision, norms, nodes) if norms else None
             left.difference_update(norms)
-            decision = _narrowed(decision, norms) if len(norms) < len(attempt.norms) else decision
         if decision is not None:
             decisions.append(decision)
     return decisions
 
 
-def _narrowed(refused: Refused, norms: Sequence[Node]) -> Refused | None:
-    """A refusal as one of these norms alone; None if there are none."""
-    if not norms:
-        return None
+def _narrowed(refused: Refused, norms: Sequence[Node], nodes: Sequence[Node]) -> Refused:
+    """A refusal as one of these norms alone."""
     label = names.name(norms), names.module(norms), names.phase(norms)
-    return Refused(*label, refused.reason, refused.nodes)
+    return Refused(*label, refused.reason, tuple(node.name for node in nodes))
 
 
 @dataclass(frozen=True)
