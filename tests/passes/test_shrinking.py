@@ -194,6 +194,20 @@ def test_a_node_that_cannot_be_lowered_stays_outside() -> None:
     assert functions(region) >= {"rsqrt", "mul"}
 
 
+def test_what_only_feeds_it_stays_outside_too() -> None:
+    """The region would have to write it."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        same = y[:, :1].expand(x.shape)
+        return rms(x * same) + (same * 3).prod(1)[:, None]
+
+    regions, refused = check(f, SMALL, OTHER, decide=fuse)
+    assert not refused
+    (region,) = regions
+    assert "3.0" not in str(region)
+    assert len(region.outputs) == 1
+
+
 def test_a_detour_through_float64_starts_outside() -> None:
     def f(x: Tensor) -> Tensor:
         return centred(x.double()).float()
@@ -241,13 +255,17 @@ def test_sizes_that_are_there_need_no_cut() -> None:
     assert [type(attempt.decision) for attempt in tries] == [Fused]
 
 
-# ---- norms in one region
+# ---- what is at fault
 
 
 def attempts(
     f: Callable[..., Any], *inputs: Tensor, least_bytes: int | None = 0
 ) -> list[pipeline.Attempt]:
-    """Every region that is grown and judged, in order."""
+    """Every region of a function that is grown and judged, in order."""
+    return attempts_on(trace(f, *inputs).graph, least_bytes)
+
+
+def attempts_on(graph: Graph, least_bytes: int | None = 0) -> list[pipeline.Attempt]:
     seen: list[pipeline.Attempt] = []
     attempt = pipeline.Search.attempt
 
@@ -257,8 +275,33 @@ def attempts(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline.Search, "attempt", noted)
-        fuse_graph(trace(f, *inputs).graph, region_op, least_bytes=least_bytes)
+        fuse_graph(graph, region_op, least_bytes=least_bytes)
     return seen
+
+
+def test_a_refusal_knows_what_is_at_fault() -> None:
+    def written(x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+        return rms(x + masked(y, i))
+
+    first, *_ = attempts(written, X, Y, INDEX, least_bytes=None)
+    assert [x.target for x in first.fault.inputs] == [aten.ne.Tensor]
+    first, *_ = attempts(lambda x, y: with_product(rms(x), y), SMALL, OTHER)
+    assert first.fault.node is not None
+    assert first.fault.node.target is aten.prod.dim_int
+    flat = trace(lambda x: centred(x.flatten().cumsum(0).view(x.shape)), SMALL, dynamic=True)
+    first, *_ = attempts_on(flat.graph)
+    assert str(first.fault.size) == str(
+        flat.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    )
+
+
+def test_of_what_is_too_small_nothing_smaller_is_tried() -> None:
+    (attempt,) = attempts(lambda x: rms(centred(x)), SMALL, least_bytes=1 << 30)
+    assert isinstance(attempt.decision, Refused)
+    assert not attempt.fault
+
+
+# ---- norms in one region
 
 
 def test_the_first_of_two_is_fused_without_the_second() -> None:
@@ -282,6 +325,20 @@ def test_the_second_of_two_is_fused_without_the_first() -> None:
     assert "rsqrt" in functions(region)
     assert shapes(region) == ["f32[r c]"]
     assert len(refused) == 1
+
+
+def test_of_two_the_one_that_can_be_lowered_is_fused() -> None:
+    """And of the other what it does with its reduction, which is no norm any more."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        same = y[:, :1].expand(x.shape)
+        return rms(x) + same / same.prod(1, keepdim=True)
+
+    regions, refused = check(f, SMALL, OTHER, decide=fuse)
+    (region,) = regions
+    assert functions(region) >= {"rsqrt", "add", "div"}
+    assert "prod" not in functions(region)
+    assert not refused
 
 
 def one_at_a_time(lowered: Lowered) -> str | None:
@@ -309,12 +366,6 @@ def test_a_refused_region_is_reported_once() -> None:
     )
     assert decision.reason == "not today"
     assert {"mean", "mean_1"} <= set(decision.nodes)
-
-
-def test_of_what_is_too_small_nothing_smaller_is_tried() -> None:
-    (attempt,) = attempts(lambda x: rms(centred(x)), SMALL, least_bytes=1 << 30)
-    assert isinstance(attempt.decision, Refused)
-    assert not attempt.fault
 
 
 def test_tries_are_bounded() -> None:
