@@ -192,6 +192,7 @@ class Search:
                 attempt.nodes = grown.nodes
             attempt.decision = self.judge.decide(grown, attempt)
             if isinstance(attempt.decision, Refused):
+                attempt.stage = "leaving something out"
                 out = left_out(seed, grown.nodes, attempt.fault)
                 attempt.left_out = {copies.get(node, node) for node in out}
         except Exception as error:  # see fuse_graph
@@ -242,8 +243,11 @@ class Judge:
         """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
         nodes = grown.nodes
         attempt.stage = "naming"
+        norms = names.inner_reductions(nodes)
+        if not norms:
+            return None
+        attempt.norms = norms
         attempt.label = label = names.name(nodes), names.module(nodes), names.phase(nodes)
-        attempt.norms = names.inner_reductions(nodes) or attempt.norms
         members = tuple(node.name for node in nodes)
         try:
             attempt.stage = "lowering"
@@ -271,7 +275,7 @@ class Judge:
             call = put(self.graph, nodes, lowered, self.op)
         except (NotLowered, SizeUnknown) as error:
             attempt.fault = Fault.of(error)
-            return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
+            return Refused(*label, str(error), members)
         return Fused(
             *label, str(lowered.region), cost, lowered.device, cost.sizes, members, call.name
         )

@@ -409,3 +409,15 @@ def test_copies_of_every_try_are_taken_back() -> None:
         )
     assert decision.reason == "a product over an axis along which nothing changes"
     assert copied[:2] == [1, 1]
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+def test_a_fault_in_leaving_something_out_leaves_the_region_to_inductor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "left_out", None)
+    decision = stays(
+        trace(lambda x, y: with_product(rms(x), y), SMALL, OTHER).graph,
+        lambda graph: fuse_graph(graph, region_op, least_bytes=0),
+    )
+    assert decision.reason.startswith("a fault of normpass in leaving something out: TypeError")
