@@ -19,6 +19,7 @@ from normpass.passes.vocabulary import CHEAP, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch.fx import Graph, Node
 
@@ -29,11 +30,16 @@ QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 MOST_OPERATIONS = 4
 
 
-def copy_inputs(graph: Graph, nodes: Sequence[Node], copies: dict[Node, Node]) -> None:
+def copy_inputs(
+    graph: Graph,
+    nodes: Sequence[Node],
+    copies: dict[Node, Node],
+    barred: AbstractSet[Node] = frozenset(),
+) -> None:
     """Gives a region copies of what it reads and others compute too.
 
     nodes: the region's, in the graph's order. copies: gets each copy with the node it is of; they
-    are not in the region yet, but its own.
+    are not in the region yet, but its own. barred: what the region must not hold.
     """
     inside = set(nodes)
     reads = dict.fromkeys(
@@ -42,7 +48,7 @@ def copy_inputs(graph: Graph, nodes: Sequence[Node], copies: dict[Node, Node]) -
     copied: dict[Node, Node] = {}  # node -> its copy
     for x in reads:
         cone = _cone(x) if _is_tensor(x) and only_computed_for(x, inside) else []
-        if cone and _reads_less(x, cone, set(reads)):
+        if cone and barred.isdisjoint(cone) and _reads_less(x, cone, set(reads)):
             for node in cone:
                 if node not in copied:
                     with graph.inserting_after(node):

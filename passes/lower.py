@@ -60,7 +60,13 @@ class Lowered:
 
 
 class NotLowered(Exception):
-    """A set of nodes that no region expresses; the message is the reason."""
+    """A set of nodes that no region expresses; the message is the reason. node: the one at fault,
+    of them or what they read, if it is one.
+    """
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason)
+        self.node = node
 
 
 def lower(name: str, nodes: Sequence[Node], domain: Domain, *, rounded: bool = False) -> Lowered:
@@ -170,7 +176,8 @@ class _Lowering:
             value = node.meta["val"]
             tensors = value if isinstance(value, tuple | list) else (value,)
             if node.target not in CONSTANTS and tensors[0].dtype is torch.float64:
-                raise NotLowered(f"{node.name} is float64 among tensors of less precision")
+                reason = f"{node.name} is float64 among tensors of less precision"
+                raise NotLowered(reason, node)
 
     # ---- tensors
 
@@ -186,7 +193,8 @@ class _Lowering:
     def buffer(self, name: str, node: Node) -> Buffer:
         tensor = node.meta["val"]
         if tensor.dtype not in DTYPES:
-            raise NotLowered(f"{node.name} is {tensor.dtype}; regions hold floats and truth values")
+            reason = f"{node.name} is {tensor.dtype}; regions hold floats and truth values"
+            raise NotLowered(reason, node)
         dims = tuple(
             tuple(self.axis_names[axis] for axis in self.domain.resolve(dim))
             for dim in self.domain.dims[node]
@@ -235,7 +243,7 @@ class _Lowering:
     def output(self, k: int, node: Node) -> Output:
         value = self.value(node)
         if not isinstance(value, str):
-            raise NotLowered(f"{node.name} is the constant {value}")
+            raise NotLowered(f"{node.name} is the constant {value}", node)
         return Output(self.buffer(f"y{k}", node), value)
 
     # ---- values
@@ -256,7 +264,7 @@ class _Lowering:
         try:
             return self.writer.number(self.domain.express(node))
         except NotExpressible as error:
-            raise NotLowered(str(error)) from error
+            raise NotLowered(str(error), node) from error
 
     def node(self, node: Node) -> None:
         kind = kind_of(node)
@@ -292,7 +300,8 @@ class _Lowering:
     def pointwise(self, node: Node) -> Arg:
         dtype = node.meta["val"].dtype
         if dtype not in DTYPES:
-            raise NotLowered(f"{node.name} is {dtype}; regions hold floats and truth values")
+            reason = f"{node.name} is {dtype}; regions hold floats and truth values"
+            raise NotLowered(reason, node)
         target = node.target
         if target in CONSTANTS:
             return self.constant(node)
@@ -306,7 +315,7 @@ class _Lowering:
             kwargs = {key: self.arg(value) for key, value in node.kwargs.items()}
             value = COMPOSED[target](self.writer, *args, **kwargs)
         elif node.kwargs:
-            raise NotLowered(f"{node.target} with {', '.join(node.kwargs)}")
+            raise NotLowered(f"{node.target} with {', '.join(node.kwargs)}", node)
         else:
             value = self.writer.emit(FUNCTIONS[target], *args)
         if dtype is torch.bool and target in ADDITIONS:  # one or the other, not how many
@@ -331,5 +340,5 @@ class _Lowering:
             both = self.writer.variance(value, axes, argument(node, "correction", 1))
             return both if fn == "var_mean" else both[0]
         if fn == "prod" and self.writer.constant(value, axes):
-            raise NotLowered("a product over an axis along which nothing changes")
+            raise NotLowered("a product over an axis along which nothing changes", node)
         return self.writer.reduce(fn, value, axes)

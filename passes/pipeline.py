@@ -1,7 +1,8 @@
 """The order of passes: the only place where it exists.
 
     graph without no-ops -> grow -> copy what is better computed inside -> leave outside what is
-    better computed once -> lower -> judge -> put, one region at a time
+    better computed once -> lower -> judge -> put, one region at a time; what is refused is grown
+    again without what is at fault
 
 Each accepted region changes the graph, so what can still be fused without a cycle is asked of the
 graph as it is. A stage that fails (a fault of ours) refuses its region and leaves the graph as it
@@ -11,7 +12,7 @@ was before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from normpass.passes import faults, names
@@ -22,9 +23,12 @@ from normpass.passes.noops import remove_noops
 from normpass.passes.profit import Estimate, Traffic, estimate, has_inner_reduction, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
+from normpass.passes.shrink import MOST_TRIES, Fault, left_out, with_what_feeds_it
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Graph, Node
 
 
@@ -99,51 +103,131 @@ STAYS = "What is not fused yet stays with Inductor"
 def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
     """Grows and judges one region after the other; adds to `decisions`."""
     remove_noops(graph)
-    settled: set[Node] = set()  # nodes of refused regions
-    grower = Grower(graph)
-    for seed in seeds(graph):
-        if seed in settled or seed not in grower.reach.order:
-            continue
-        attempt = Attempt([seed])
-        copies: dict[Node, Node] = {}
-        try:
-            grown = grower.grow(seed)
-            if grown is None or settled & set(grown.nodes):
-                continue
-            attempt.nodes = grown.nodes
-            copy_inputs(graph, grown.nodes, copies)
-            if copies:
-                grown = Grower(graph).grow(seed) or grown
-            grown = left_outside(grown)
-            attempt.nodes = grown.nodes
-            decision = judge.decide(grown, attempt)
-        except Exception as error:  # see fuse_graph
-            decision = attempt.failed(error)
-        finally:
-            take_back(graph, copies)
-        if decision is None:
-            continue
-        decisions.append(decision)
-        if isinstance(decision, Fused):
-            grower = Grower(graph)
-        else:
-            settled.update(node for node in attempt.nodes if kind_of(node) is not Kind.VIEW)
+    search = Search(graph, judge)
+    try:
+        search.run()
+    finally:
+        decisions += one_line_a_norm(graph, search.attempts)
 
 
 @dataclass
 class Attempt:
-    """How far a region has come: its nodes, the stage it is in, its name, module and phase."""
+    """How far a region has come: its nodes and norms (their reductions), the stage it is in, its
+    name, module and phase; what was decided, what was at fault, and what to leave out next.
+    """
 
     nodes: list[Node]
+    norms: list[Node]
     stage: str = "growing"
     label: tuple[str, str, str] = ("region", "", "")
+    decision: Decision | None = None
+    fault: Fault = field(default_factory=Fault)
+    left_out: set[Node] = field(default_factory=set)
 
     def failed(self, error: Exception) -> Refused:
         """What becomes of the region when a stage raises what it should not."""
         name, module, phase = self.label
         subject = f"{name} of {module or 'the graph'}" + (f" ({phase})" if phase else "")
         reason = faults.report(self.stage, subject, error, "Inductor compiles it instead")
+        self.fault = Fault(unknown=True)
         return Refused(*self.label, reason, tuple(node.name for node in self.nodes))
+
+
+class Search:
+    """The regions of one graph, one after the other.
+
+    A region that is refused is grown again without what is at fault, a few times. If that does not
+    help, its seed is settled: no region gets it, but those of its other reductions may do without.
+    Where nothing is at fault they are settled too.
+    """
+
+    def __init__(self, graph: Graph, judge: Judge) -> None:
+        self.graph = graph
+        self.judge = judge
+        self.grower = Grower(graph)
+        self.settled: set[Node] = set()
+        self.attempts: list[Attempt] = []
+
+    def run(self) -> None:
+        """Tries every reduction as a seed. `attempts` has what was decided."""
+        for seed in seeds(self.graph):
+            if seed in self.settled or seed not in self.grower.reach.order:
+                continue
+            attempt = self.best(seed)
+            if attempt.decision is not None:
+                self.attempts.append(attempt)
+            if isinstance(attempt.decision, Fused):
+                self.grower = Grower(self.graph)
+
+    def best(self, seed: Node) -> Attempt:
+        """The first region around a seed that is accepted, the largest first; else the largest."""
+        first = last = self.attempt(seed, self.settled)
+        barred = set(self.settled)
+        for _ in range(MOST_TRIES):
+            if isinstance(last.decision, Fused) or not last.left_out:
+                break
+            barred |= last.left_out
+            last = self.attempt(seed, barred)
+        if isinstance(last.decision, Fused):
+            return last
+        if isinstance(first.decision, Refused):
+            self.settled.add(seed)
+        if isinstance(last.decision, Refused) and not last.fault:
+            self.settled.update(node for node in last.nodes if kind_of(node) is Kind.REDUCTION)
+        return first
+
+    def attempt(self, seed: Node, barred: set[Node]) -> Attempt:
+        """Grows and judges a region without what is barred. If it is not fused, the graph is as it
+        was.
+        """
+        attempt = Attempt([seed], [seed])
+        barred = with_what_feeds_it(barred)
+        copies: dict[Node, Node] = {}
+        try:
+            grown = self.grower.grow(seed, barred)
+            if grown is None:
+                return attempt
+            attempt.nodes = grown.nodes
+            copy_inputs(self.graph, grown.nodes, copies, barred)
+            if copies:
+                grown = Grower(self.graph).grow(seed, barred) or grown
+            grown = left_outside(grown)
+            attempt.nodes = grown.nodes
+            attempt.decision = self.judge.decide(grown, attempt)
+            if isinstance(attempt.decision, Refused):
+                attempt.stage = "leaving something out"
+                out = left_out(seed, grown.nodes, attempt.fault)
+                attempt.left_out = {copies.get(node, node) for node in out}
+        except Exception as error:  # see fuse_graph
+            attempt.decision = attempt.failed(error)
+        finally:
+            take_back(self.graph, copies)
+        return attempt
+
+
+def one_line_a_norm(graph: Graph, attempts: Sequence[Attempt]) -> list[Decision]:
+    """What was decided: of a refusal only what was not fused after all, and what no other refusal
+    has said before.
+    """
+    left = set(graph.nodes)
+    decisions: list[Decision] = []
+    for attempt in attempts:
+        decision = attempt.decision
+        if isinstance(decision, Refused):
+            norms = [node for node in attempt.norms if node in left]
+            if len(norms) < len(attempt.norms):
+                nodes = [node for node in attempt.nodes if node in left]
+                decision = _narrowed(decision, norms, nodes) if norms else None
+            left.difference_update(norms)
+        if decision is not None:
+            decisions.append(decision)
+    return decisions
+
+
+def _narrowed(refused: Refused, norms: Sequence[Node], nodes: Sequence[Node]) -> Refused:
+    """A refusal as one of these norms alone."""
+    label = names.name(norms), names.module(norms), names.phase(norms)
+    return Refused(*label, refused.reason, tuple(node.name for node in nodes))
 
 
 @dataclass(frozen=True)
@@ -162,6 +246,10 @@ class Judge:
         """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
         nodes = grown.nodes
         attempt.stage = "naming"
+        norms = names.inner_reductions(nodes)
+        if not norms:
+            return None
+        attempt.norms = norms
         attempt.label = label = names.name(nodes), names.module(nodes), names.phase(nodes)
         members = tuple(node.name for node in nodes)
         try:
@@ -179,15 +267,18 @@ class Judge:
                 return self.kernel(lowered, cost)
 
             reason = refusal(lowered, cost, planned, least_bytes=self.least_bytes)
+            fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
             if reason is None:
                 attempt.stage = "planning the kernel"
-                reason = self.missing(lowered)
+                reason, fault = self.missing(lowered), Fault(unknown=True)
             if reason is not None:
+                attempt.fault = fault
                 return Refused(*label, reason, members)
             attempt.stage = "rewriting"
             call = put(self.graph, nodes, lowered, self.op)
         except (NotLowered, SizeUnknown) as error:
-            return Refused(*label, str(error), members) if names.inner_reductions(nodes) else None
+            attempt.fault = Fault.of(error)
+            return Refused(*label, str(error), members)
         return Fused(
             *label, str(lowered.region), cost, lowered.device, cost.sizes, members, call.name
         )

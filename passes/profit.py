@@ -59,13 +59,14 @@ class Estimate:
     least: every input read once, every output written once. What a kernel really moves depends on
     its plan: backend/traffic.py. levels: how many reductions wait for one another. sizes: the
     region's run-time sizes in the example. for_its_sake: what Inductor would compute where it is
-    used, and has to write and the region to read.
+    used, and has to write and the region to read. written: the names of those inputs.
     """
 
     least: int
     levels: int
     sizes: tuple[int, ...]
     for_its_sake: int = 0
+    written: tuple[str, ...] = ()
 
 
 def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
@@ -74,8 +75,9 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     measures = [locate(size, lowered.inputs) for size in lowered.sizes]
     sizes = tuple(hint(measure.value) // measure.divisor for measure in measures)
     inside = set(nodes)
-    for_its_sake = sum(2 * nbytes(x) for x in lowered.inputs if only_computed_for(x, inside))
-    return Estimate(least, levels(nodes), sizes, for_its_sake)
+    written = [x for x in lowered.inputs if only_computed_for(x, inside)]
+    for_its_sake = sum(2 * nbytes(x) for x in written)
+    return Estimate(least, levels(nodes), sizes, for_its_sake, tuple(x.name for x in written))
 
 
 def only_computed_for(node: Node, inside: Container[Node]) -> bool:

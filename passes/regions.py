@@ -17,10 +17,10 @@ import torch
 
 from normpass.passes.domain import Domain, NotExpressible
 from normpass.passes.sizes import hint
-from normpass.passes.vocabulary import DTYPES, RANDOM, Kind, kind_of
+from normpass.passes.vocabulary import DTYPES, IDENTITY, RANDOM, Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from torch.fx import Graph, Node
 
@@ -94,10 +94,17 @@ def fusable(node: Node) -> bool:
     if kind_of(node) is Kind.OTHER:
         return False
     return all(map(_is_float_or_truth, _tensors(node))) and all(
-        arg.target not in RANDOM and all(map(_is_float_or_truth, _tensors(arg)))
+        not _is_drawn(arg) and all(map(_is_float_or_truth, _tensors(arg)))
         for arg in node.all_input_nodes
         if not isinstance(arg.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
     )
+
+
+def _is_drawn(node: Node) -> bool:
+    """Whether these are random numbers, or a cast of some: dropout in half precision has one."""
+    while node.target in IDENTITY:
+        node = node.all_input_nodes[-1]
+    return node.target in RANDOM
 
 
 def _tensors(node: Node) -> Sequence[Any]:
@@ -124,9 +131,14 @@ class Grower:
         self.graph = graph
         self.reach = Reach.of(graph)
         self.by_position = list(graph.nodes)
+        self.barred: Container[Node] = ()
+        self.known: dict[Node, bool] = {}
 
-    def grow(self, seed: Node) -> Grown | None:
-        """The largest region around a seed; None if not even the seed has a domain."""
+    def grow(self, seed: Node, barred: Container[Node] = ()) -> Grown | None:
+        """The largest region around a seed without what is barred; None if not even the seed has a
+        domain.
+        """
+        self.barred = barred
         domain = Domain()
         try:
             domain.add(seed)
@@ -168,8 +180,14 @@ class Grower:
                 *sorted(users, key=key),
                 *sorted(siblings, key=key),
             )
-            if fusable(node)
+            if self.may_hold(node)
         ]
+
+    def may_hold(self, node: Node) -> bool:
+        """Whether the region may hold a node."""
+        if node not in self.known:
+            self.known[node] = fusable(node)
+        return self.known[node] and node not in self.barred
 
     def attempt(
         self, candidate: Node, members: set[Node], domain: Domain, whole: tuple[int, ...]
@@ -181,7 +199,7 @@ class Grower:
             low = between & -between
             added.add(self.by_position[low.bit_length() - 1])
             between ^= low
-        if not all(fusable(node) for node in added) or self.reach.crosses_mutation(members | added):
+        if not all(map(self.may_hold, added)) or self.reach.crosses_mutation(members | added):
             return None
         trial = domain.copy()
         try:

@@ -25,7 +25,11 @@ KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", 
 
 
 class SizeUnknown(Exception):
-    """A run-time size that no tensor of the region tells; the message is the reason."""
+    """A run-time size that no tensor of the region tells."""
+
+    def __init__(self, size: sympy.Expr) -> None:
+        super().__init__(f"the size {size} is neither an input's dimension nor its stride")
+        self.size = size
 
 
 def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[..., object]) -> Node:
@@ -144,7 +148,7 @@ def locate(size: sympy.Expr, inputs: Sequence[Node]) -> Measure:
                 quotient = sympy.cancel(expression(value) / size)
                 if quotient.is_Integer and quotient > 0:
                     return Measure(node, value, op, dim, int(quotient))
-    raise SizeUnknown(f"the size {size} is neither an input's dimension nor its stride")
+    raise SizeUnknown(size)
 
 
 def _read(graph: Graph, measure: Measure) -> Node:

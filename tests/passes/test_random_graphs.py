@@ -5,19 +5,26 @@ integers, random masks, gathers, slices, matrix products, and readers of everyth
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 from tracing import fuse, trace
 
-from normpass.passes.pipeline import Fused
+from normpass.backend.reference import evaluate
+from normpass.passes import pipeline
+from normpass.passes.pipeline import Fused, fuse_graph
+from normpass.passes.region import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from torch.fx import GraphModule
+
+    from normpass.passes.lower import Lowered
+    from normpass.passes.profit import Estimate
 
 BATCH, ROWS, WIDTH = 3, 4, 6
 STEPS = 9
@@ -108,10 +115,8 @@ def gradients(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tenso
     return f
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(40), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(40, 2000))]
-)
-def test_fused_graphs_compute_the_same(seed: int) -> None:
+def case(seed: int) -> tuple[GraphModule, list[Tensor]]:
+    """A graph and what to run it with."""
     function = program(seed)
     if seed % 2:
         function = gradients(function)
@@ -121,9 +126,49 @@ def test_fused_graphs_compute_the_same(seed: int) -> None:
     ]
     if seed % 3 == 0:
         inputs[1] = inputs[1].transpose(0, 1).contiguous().transpose(0, 1)
-    graph = trace(function, *inputs)
+    return trace(function, *inputs), inputs
+
+
+def check(graph: GraphModule, inputs: list[Tensor], expected: list[Tensor]) -> None:
+    for found, right in zip(graph(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(40, 2000))]
+)
+def test_fused_graphs_compute_the_same(seed: int) -> None:
+    graph, inputs = case(seed)
     expected = graph(*inputs)
     decisions = fuse(graph)
     assert any(isinstance(decision, Fused) for decision in decisions) or seed >= 40
-    for found, right in zip(graph(*inputs), expected, strict=True):
-        torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+    check(graph, inputs, expected)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(20, 2000))]
+)
+def test_so_do_those_whose_regions_are_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because something would be written for their sake, or at random: what is grown in their place
+    is as right, and nothing is left of what was tried.
+    """
+    weighed, rng = pipeline.refusal, random.Random(seed)
+
+    def refusal(lowered: Lowered, cost: Estimate, *args: Any, **kwargs: Any) -> str | None:
+        return "written" if cost.written else weighed(lowered, cost, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "refusal", refusal)
+    graph, inputs = case(seed)
+    before, expected = str(graph.graph), graph(*inputs)
+    decisions = fuse_graph(
+        graph.graph,
+        lambda inputs, sizes, text: evaluate(parse(text), inputs, sizes),
+        least_bytes=0,
+        missing=lambda lowered: "no kernel" if rng.random() < 0.4 else None,
+    )
+    graph.graph.lint()
+    assert not graph.graph.eliminate_dead_code()
+    if not any(isinstance(decision, Fused) for decision in decisions):
+        assert str(graph.graph) == before
+    graph.recompile()
+    check(graph, inputs, expected)
