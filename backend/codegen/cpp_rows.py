@@ -1,0 +1,218 @@
+"""Which rows go through a C++ kernel together, and which are asked for ahead of time.
+
+A row is what lanes run along, where its own sums are needed again. Long rows are jammed: what does
+not depend on the row is read once for four or two of them, and memory is asked for as many streams
+at once. Short rows go abreast, as many as a vector has lanes: there the work of a row that is one
+number, sums over lanes and roots of variances, takes as long as that of all its elements, and lanes
+that run along the rows do it for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+
+from normpass.backend.codegen.text import factor, index_expression
+from normpass.backend.pointwise import truth_values
+from normpass.backend.tree import (
+    Access,
+    Accumulate,
+    Begin,
+    Compute,
+    Finish,
+    Keep,
+    Leaf,
+    Load,
+    Loop,
+    Recall,
+    Store,
+    walk,
+)
+from normpass.passes.region import EXPAND
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from normpass.backend.tree import LoopAxis, Node, Plan
+
+# Measured on the backward of layer and RMS norm and layer norm's forward (float32, AVX-512, two
+# threads) against one row at a time with the row after the next prefetched: four rows are 1.1x to
+# 1.5x faster from 8 KiB a row where rows are added to arrays, from 16 KiB elsewhere, and slower
+# below. Around 128 KiB two rows still fit in a second-level cache of 1 MiB and four do not: there
+# two are 1.1x faster than four.
+JAM = 4
+JAM_FROM, JAM_FROM_WITH_ARRAYS = 16 * 1024, 8 * 1024
+PAIRS = range(96 * 1024, 256 * 1024)
+# Rows of at most so many elements go abreast; longer ones leave a first-level cache too soon.
+ABREAST = 128
+PREFETCH_ROWS = 2
+# Rows of so many elements are written in vectors that begin where memory is aligned, wherever the
+# row begins (each_aligned in normpass.h). Where they are added to arrays, a vector of these is then
+# made of two that the row before has written, which has to be waited for unless that is long ago.
+ALIGN_FROM, ALIGN_FROM_WITH_ARRAYS = 128, 512
+MOST_LANES = 16
+# So many rows are gone through before what was asked for would have come.
+FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Together:
+    """Rows along an axis that go together. count: how many, as C++ says it. abreast: whether what
+    is one number a row is computed in lanes that run along the rows.
+    """
+
+    axis: str
+    count: str
+    abreast: bool = False
+
+
+@dataclass(frozen=True)
+class Following:
+    """Rows along an axis that are asked for while others are computed, so many further on: a
+    number, or as many as there are lanes. outer: the axis of the loop around that over rows.
+    """
+
+    axis: LoopAxis
+    outer: str | None
+    distance: int | None = PREFETCH_ROWS
+
+    def step(self, strides: Mapping[str, sympy.Expr]) -> str | None:
+        """Elements between a row and the one that is asked for; None where that is the same.
+        Where few rows lie side by side it is the row that the next step outside leads to.
+        """
+        stride = strides.get(self.axis.name)
+        if stride is None:
+            return None
+        if self.outer and self.axis.hint < FEW_ROWS:
+            around = strides.get(self.outer)
+            if around is None:
+                return None
+            if sympy.expand(around - stride * self.axis.extent) != 0:
+                return index_expression(around)
+        if self.distance is None:
+            return f"Vec::size() * {factor(index_expression(stride))}"
+        return index_expression(self.distance * stride)
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Asks for what a later row loads. Only C++ has this leaf."""
+
+    access: Access
+
+
+def rows_together(plan: Plan) -> Together | None:
+    """Which rows of a plan go together; None if they go one by one."""
+    loops = list(_row_loops(plan))
+    if plan.vector not in plan.local or len({loop.axis.name for loop in loops}) != 1:
+        return None
+    axis = loops[0].axis
+    if len(loops) == 1 and _may_go_abreast(plan, loops[0]):
+        return Together(axis.name, "Vec::size()", abreast=True)
+    if axis.name in plan.local and len(plan.axes) > 2:
+        return None  # its rows have sums in common
+    row = plan.axis[plan.vector].hint * (8 if plan.region.compute_dtype is torch.float64 else 4)
+    arrays = any(
+        isinstance(node, Accumulate) and node.accumulator.axes
+        for loop in plan.body
+        for node in walk(loop)
+    )
+    if row < (JAM_FROM_WITH_ARRAYS if arrays else JAM_FROM):
+        return None
+    return Together(axis.name, str(2 if row in PAIRS else JAM))
+
+
+def _row_loops(plan: Plan) -> Iterator[Loop]:
+    """The loops over rows."""
+    for top in plan.body:
+        for node in walk(top):
+            if isinstance(node, Loop) and is_row_loop(node, plan.vector):
+                yield node
+
+
+def is_row_loop(node: Loop, vector: str) -> bool:
+    """Whether a loop has loops over lanes in it, and no others."""
+    inside = {child.axis.name for child in node.body if isinstance(child, Loop)}
+    return node.axis.name != vector and inside == {vector}
+
+
+def _may_go_abreast(plan: Plan, rows: Loop) -> bool:
+    """Whether rows are short, nothing but sums over lanes is added up for them, and what each has
+    one of are numbers.
+    """
+    extent, axis = plan.axis[plan.vector].extent, rows.axis
+    short = extent.is_number and extent <= ABREAST
+    if not short or axis.name in plan.local or axis.hint < JAM:
+        return False
+    return all(_works_abreast(leaf, plan, axis.name) for leaf in _leaves(rows))
+
+
+def _works_abreast(leaf: Leaf, plan: Plan, rows: str) -> bool:
+    truth, varies = truth_values(plan.region), plan.region.varies
+
+    def is_truth_of_rows(value: str) -> bool:
+        return value in truth and rows in varies[value] and plan.vector not in varies[value]
+
+    match leaf:
+        case Accumulate(accumulator):
+            over_lanes = plan.vector in varies[str(accumulator.op.args[0])]
+            return over_lanes and bool(accumulator.axes or rows in varies[accumulator.op.name])
+        case Keep(value, axes, _) | Recall(value, axes, _):
+            return rows not in axes and plan.vector in varies[value]
+        case Load(access):
+            return not is_truth_of_rows(access.buffer.name)
+        case Compute(op):
+            return op.fn != EXPAND and not is_truth_of_rows(op.name)
+        case Begin() | Finish() | Store():
+            return True
+        case _:
+            return False
+
+
+def _leaves(node: Node) -> Iterator[Leaf]:
+    for each in walk(node):
+        if not isinstance(each, Loop):
+            yield each
+
+
+def one_a_row(loop: Loop, plan: Plan, rows: str) -> list[str]:
+    """Of what a row has one, a loop over its elements uses this, in the order of the region."""
+    used: set[str] = set()
+    for leaf in loop.body:
+        match leaf:
+            case Compute(op):
+                used.update(arg for arg in op.args if isinstance(arg, str))
+            case Store(output, _):
+                used.add(output.value)
+    varies = plan.region.varies
+    return [v for v in varies if v in used and rows in varies[v] and plan.vector not in varies[v]]
+
+
+def loaded_only_before(loops: Sequence[Loop], vector: str) -> list[Access]:
+    """What earlier loops over a row load, lane by lane, and the last one does not."""
+    accesses = [
+        {leaf.access.buffer.name: leaf.access for leaf in loop.body if isinstance(leaf, Load)}
+        for loop in loops
+    ]
+    before = {name: access for found in accesses[:-1] for name, access in found.items()}
+    return [
+        access
+        for name, access in before.items()
+        if name not in accesses[-1] and access.strides.get(vector) == 1
+    ]
+
+
+def unaligned_row(loop: Loop, plan: Plan) -> Access | None:
+    """What a loop over lanes writes, if its rows begin anywhere and are long enough for that to
+    matter.
+    """
+    stored = [leaf.access for leaf in loop.body if isinstance(leaf, Store)]
+    access = next((a for a in stored if a.strides.get(plan.vector) == 1), None)
+    adds = any(isinstance(leaf, Accumulate) for leaf in loop.body)
+    if access is None or loop.axis.hint < (ALIGN_FROM_WITH_ARRAYS if adds else ALIGN_FROM):
+        return None
+    others = [step for axis, step in access.strides.items() if axis != plan.vector]
+    return None if all(step % MOST_LANES == 0 for step in others) else access
