@@ -187,16 +187,16 @@ class LoopPrinter(LeafPrinter):
                 self.declare(node)
         if not self.abreast:
             self.line("#pragma GCC unroll 4")
-        with self.each_row():
+        with self.each_row(*(("first", "last") if self.abreast else ("0", "J"))):
             for node in rows:
                 self.leaf(node)
         for accumulator in arrays:
             self.release(accumulator)
 
     @contextmanager
-    def each_row(self) -> Iterator[None]:
-        """A loop over the rows that go together."""
-        with self.block(f"for (int j = 0; j < {'rows' if self.abreast else 'J'}; ++j)"):
+    def each_row(self, first: str, last: str) -> Iterator[None]:
+        """A loop over some of the rows that go together."""
+        with self.block(f"for (int j = {first}; j < {last}; ++j)"):
             self.line(f"const int64_t {self.jam} = {self.jam}0 + j;")
             yield
 
@@ -303,11 +303,13 @@ class LoopPrinter(LeafPrinter):
             if isinstance(leaf, Accumulate) and self.unrolled(leaf.accumulator)
         ]
         if not sums:
-            self.together_now = True
-            self.inner_loop(node, phases)
-            self.together_now = False
+            with self.block("for (int first = 0; first < rows; first += GROUP)"):
+                self.line("const int last = std::min(first + GROUP, rows);")
+                self.together_now = True
+                self.inner_loop(node, phases)
+                self.together_now = False
             return
-        with self.each_row():
+        with self.each_row("0", "rows"):
             for accumulator in sums:
                 self.begin(accumulator)
             self.inner_loop(node, phases)

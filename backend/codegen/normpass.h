@@ -487,6 +487,10 @@ inline void each_aligned(const S* row, int64_t end, bool past_caches, const Body
   each_vector<T, 1>(0, end, body);
 }
 
+// Of rows that go abreast, so many at a time take what does not depend on the row: weights are then read, and arrays
+// of sums written, once for all of these. More would write to more lines of memory at a time than can wait.
+constexpr int GROUP = 4;
+
 // ---- workers
 
 struct Share {
