@@ -148,7 +148,7 @@ class _Printer(LoopPrinter):
             self.line(f"const int worker = {'omp_get_thread_num()' if node.parallel else '0'};")
             workers = "omp_get_num_threads()" if node.parallel else "1"
             unit = ", Vec::size()" if node.axis.name == self.plan.vector else ""
-            nest = self.divided(node)
+            nest = self.divided(node) if node.parallel else [node]
             size = " * ".join(f"n_{loop.axis.name}" for loop in nest)
             self.line(f"const Share mine = share({size}, {workers}, worker{unit});")
             private_arrays = [
@@ -167,14 +167,17 @@ class _Printer(LoopPrinter):
 
     def divided(self, node: Loop) -> list[Loop]:
         """The loops that workers divide as if they were one: a loop, and the only loop in it while
-        there is nothing else.
+        there is nothing else, up to that over lanes.
         """
-        nest = [node]
-        while len(nest[-1].body) == 1 and isinstance(inner := nest[-1].body[0], Loop):
-            if inner.axis.name == self.plan.vector:
-                break
-            nest.append(inner)
-        return nest
+        inner = node.body[0]
+        if (
+            node.axis.name == self.plan.vector
+            or len(node.body) > 1
+            or not isinstance(inner, Loop)
+            or inner.axis.name == self.plan.vector
+        ):
+            return [node]
+        return [node, *self.divided(inner)]
 
     def divided_loop(self, nest: Sequence[Loop], sums: Sequence[str]) -> None:
         """A worker's share of loops; `sums` are the arrays that their rows are added to."""
