@@ -133,7 +133,7 @@ class LoopPrinter(LeafPrinter):
         if self.together_now:
             return None
         access = unaligned_row(node, self.plan)
-        return access and self.address(access, without=self.plan.vector)
+        return self.address(access, without=self.plan.vector) if access else None
 
     def body(self, nodes: Sequence[Node], more: Sequence[Prefetch] = ()) -> None:
         """A body inside a loop: runs of leaves, and loops between them."""

@@ -145,22 +145,22 @@ def is_row_loop(node: Loop, vector: str) -> bool:
 
 
 def _may_go_abreast(plan: Plan, rows: Loop) -> bool:
-    """Whether rows are short, nothing but sums over lanes is added up for them, and what each has
-    one of are numbers.
+    """Whether it pays for rows to go abreast, nothing but sums over lanes is added up for them, and
+    what each has one of are numbers.
     """
-    axis = rows.axis
-    if not plan.axis[plan.vector].extent.is_number or axis.name in plan.local or axis.hint < JAM:
+    extent, axis = plan.axis[plan.vector].extent, rows.axis
+    if not extent.is_number or axis.name in plan.local or axis.hint < JAM:
         return False
-    loads = _loaded_by_lanes(rows, plan)
-    kept = {leaf.value for leaf in _leaves(rows) if isinstance(leaf, Keep)}
     number = plan.region.compute_dtype.itemsize
-    sizes = [access.buffer.dtype.itemsize for access in loads]
-    row = plan.axis[plan.vector].hint * (sum(sizes) + number * len(kept))
+    loads = _loaded_by_lanes(rows, plan)
+    kinds = [access.buffer.dtype for access in loads]
+    kept = {leaf.value for leaf in _leaves(rows) if isinstance(leaf, Keep)}
+    size = extent * (sum(kind.itemsize for kind in kinds) + number * len(kept))
+    narrow = any(kind.is_floating_point and kind.itemsize < number for kind in kinds)
+    adjacent = all(access.strides[axis.name] == extent for access in loads)
     passes = sum(isinstance(child, Loop) for child in rows.body)
-    apart = any(a.strides[axis.name] != plan.axis[plan.vector].extent for a in loads)
-    if row > ABREAST or (min(sizes, default=number) == number and (passes < PASSES or apart)):
-        return False
-    return all(_works_abreast(leaf, plan, axis.name) for leaf in _leaves(rows))
+    pays = size <= ABREAST and (narrow or (adjacent and passes >= PASSES))
+    return pays and all(_works_abreast(leaf, plan, axis.name) for leaf in _leaves(rows))
 
 
 def _loaded_by_lanes(rows: Loop, plan: Plan) -> list[Access]:
