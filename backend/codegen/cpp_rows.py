@@ -51,7 +51,8 @@ PAIRS = range(96 * 1024, 256 * 1024)
 # after the next prefetched. Up to so many bytes a row, bfloat16 rows are 1.1x to 1.8x faster, and
 # float32 rows that are gone over three times 1.1x to 1.4x; two times 0.85x to 1.05x, which wait for
 # memory anyway. Longer rows, 16 of them and the next 16, leave a first-level cache too soon (0.6x
-# to 0.9x at 1024 bytes), and so do float32 rows that lie far apart (0.8x to 0.9x).
+# to 0.9x at 1024 bytes), and so do float32 rows that lie far apart (0.8x to 0.9x). Of float32 rows
+# that begin anywhere, lines are written in parts (0.75x at 100 elements).
 ABREAST, PASSES = 768, 3
 PREFETCH_ROWS = 2
 # Rows of so many elements are written in vectors that begin where memory is aligned, wherever the
@@ -127,6 +128,9 @@ def rows_together(plan: Plan) -> Together | None:
     )
     if row < (JAM_FROM_WITH_ARRAYS if arrays else JAM_FROM):
         return None
+    last = [child for child in loops[-1].body if isinstance(child, Loop)][-1]
+    if not arrays and unaligned_row(last, plan):
+        return None  # to begin where memory is aligned gains more, and is another place in each row
     return Together(axis.name, str(2 if row in PAIRS else JAM))
 
 
@@ -157,9 +161,9 @@ def _may_go_abreast(plan: Plan, rows: Loop) -> bool:
     kept = {leaf.value for leaf in _leaves(rows) if isinstance(leaf, Keep)}
     size = extent * (sum(kind.itemsize for kind in kinds) + number * len(kept))
     narrow = any(kind.is_floating_point and kind.itemsize < number for kind in kinds)
-    adjacent = all(access.strides[axis.name] == extent for access in loads)
+    whole = extent % MOST_LANES == 0 and all(a.strides[axis.name] == extent for a in loads)
     passes = sum(isinstance(child, Loop) for child in rows.body)
-    pays = size <= ABREAST and (narrow or (adjacent and passes >= PASSES))
+    pays = size <= ABREAST and (narrow or (whole and passes >= PASSES))
     return pays and all(_works_abreast(leaf, plan, axis.name) for leaf in _leaves(rows))
 
 

@@ -175,11 +175,13 @@ def test_how_many_rows_go_together(dtype: str, size: int, added: bool) -> None:
         region = parse(text_of(bytes_per_row // size, dtype, added=added))
         return together(cpp.generate(make_plan(region)))
 
-    start = (8 if added else 16) * KIB
-    assert jam(start - size) == 1
-    assert jam(start) == jam(96 * KIB - size) == 4
-    assert jam(96 * KIB) == jam(256 * KIB - size) == 2
+    start, vector = (8 if added else 16) * KIB, 16 * size
+    assert jam(start - vector) == 1
+    assert jam(start) == jam(96 * KIB - vector) == 4
+    assert jam(96 * KIB) == jam(256 * KIB - vector) == 2
     assert jam(256 * KIB) == 4
+    # Rows that begin anywhere: test_unaligned_rows.py.
+    assert jam(start + size) == (4 if added or dtype != "f32" else 1)
 
 
 # Weights that differ between the outermost steps, as adaptive layer norm's do.
