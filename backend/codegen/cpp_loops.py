@@ -14,9 +14,7 @@ from normpass.backend.codegen.cpp_names import COMBINE, operand
 from normpass.backend.codegen.cpp_rows import (
     PREFETCH_ROWS,
     Following,
-    Prefetch,
     is_row_loop,
-    loaded_only_before,
     one_a_row,
     unaligned_row,
 )
@@ -48,12 +46,6 @@ class LoopPrinter(LeafPrinter):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.around: list[str] = []
-
-    def leaf(self, node: Leaf | Prefetch) -> None:
-        if isinstance(node, Prefetch):
-            self.prefetch(node.access)
-        else:
-            super().leaf(node)
 
     def loop(self, node: Loop, begin: str, end: str, sums: Sequence[str] = ()) -> None:
         """A loop from one place to another; `sums` are the arrays that its rows are added to."""
@@ -113,7 +105,7 @@ class LoopPrinter(LeafPrinter):
             return None
         return Following(node.axis, self.around[-1] if self.around else None, distance)
 
-    def vector_loop(self, node: Loop, begin: str, end: str, more: Sequence[Prefetch] = ()) -> None:
+    def vector_loop(self, node: Loop, begin: str, end: str) -> None:
         """A loop a vector at a time; what is left at the end goes through the same body."""
         name = node.axis.name
         reduces = any(
@@ -121,12 +113,13 @@ class LoopPrinter(LeafPrinter):
         )
         unroll = "UNROLL" if reduces else "1"
         body = f"[&](int64_t {name}, auto lanes, auto slot)"
-        tail = ", ".join(["}", *self.long_sums(node)])
+        sums = self.long_sums(node)
+        tail = ", ".join(["}", *sums])
         head = f"each_vector<scalar, {unroll}>({begin}, {end}"
-        if not reduces and begin == "0" and (row := self.unaligned(node)):
+        if not (reduces or sums) and begin == "0" and (row := self.unaligned(node)):
             head = f"each_aligned<scalar>({row}, {end}, past_caches"
         with self.block(f"{head}, {body}", f"{tail});"):
-            self.body(node.body, more)
+            self.body(node.body)
 
     def unaligned(self, node: Loop) -> str | None:
         """The address of the row that a loop writes, if it is not where whole vectors begin."""
@@ -135,12 +128,12 @@ class LoopPrinter(LeafPrinter):
         access = unaligned_row(node, self.plan)
         return self.address(access, without=self.plan.vector) if access else None
 
-    def body(self, nodes: Sequence[Node], more: Sequence[Prefetch] = ()) -> None:
+    def body(self, nodes: Sequence[Node]) -> None:
         """A body inside a loop: runs of leaves, and loops between them."""
         loops = [node for node in nodes if isinstance(node, Loop)]
         outlive = bool(loops)
         before = set(self.indexed)
-        run: list[Leaf | Prefetch] = []
+        run: list[Leaf] = []
         for node in nodes:
             if not isinstance(node, Loop):
                 run.append(node)
@@ -148,27 +141,17 @@ class LoopPrinter(LeafPrinter):
             self.run(run, outlive=outlive)
             run = []
             self.last_pass = node is loops[-1]
-            self.inner_loop(node, loops)
+            self.inner_loop(node)
             self.last_pass = False
-        self.run([*run, *more], outlive=outlive)
+        self.run(run, outlive=outlive)
         self.indexed = before
 
-    def inner_loop(self, node: Loop, phases: Sequence[Loop]) -> None:
+    def inner_loop(self, node: Loop) -> None:
         """One of the loops in a body, all of it."""
-        end = f"n_{node.axis.name}"
-        if node.axis.name != self.plan.vector:
-            self.loop(node, "0", end, self.long_arrays(node))
-        elif self.last_pass and self.following:
-            self.vector_loop(node, "0", end, self.not_prefetched(phases))
-        else:
-            self.vector_loop(node, "0", end)
+        sums = [] if node.axis.name == self.plan.vector else self.long_arrays(node)
+        self.loop(node, "0", f"n_{node.axis.name}", sums)
 
-    def not_prefetched(self, phases: Sequence[Loop]) -> list[Prefetch]:
-        """What the last pass over a row asks for although it does not load it itself."""
-        assert self.following
-        return [Prefetch(access) for access in loaded_only_before(phases, self.plan.vector)]
-
-    def run(self, nodes: Sequence[Leaf | Prefetch], *, outlive: bool) -> None:
+    def run(self, nodes: Sequence[Leaf], *, outlive: bool) -> None:
         """Leaves in a row. Those that differ between rows that go together stand in a loop over
         these; what such a loop defines is declared before it if later nodes need it, one for each
         row.
@@ -200,12 +183,12 @@ class LoopPrinter(LeafPrinter):
             self.line(f"const int64_t {self.jam} = {self.jam}0 + j;")
             yield
 
-    def per_row(self, node: Leaf | Prefetch) -> bool:
+    def per_row(self, node: Leaf) -> bool:
         """Whether a leaf does something else for each of the rows that go together."""
         if not self.together_now:
             return False
         match node:
-            case Load(access) | Prefetch(access) | Store(_, access):
+            case Load(access) | Store(_, access):
                 return self.jam in access.strides
             case Compute(op) | Regroup(op, _):
                 return self.jam in self.varies[op.name]
@@ -216,7 +199,7 @@ class LoopPrinter(LeafPrinter):
             case Keep(value, _, _) | Recall(value, _, _):
                 return self.jam in self.varies[value]
 
-    def declare(self, node: Leaf | Prefetch) -> None:
+    def declare(self, node: Leaf) -> None:
         """Declares what a leaf defines, once for each jammed row."""
         match node:
             case Load(access):
@@ -269,7 +252,7 @@ class LoopPrinter(LeafPrinter):
                     continue
                 self.one_by_one(child)
                 self.last_pass = child is loops[-1]
-                self.elements(child, loops)
+                self.elements(child)
                 self.last_pass = False
         self.following, self.each = None, known
 
@@ -293,7 +276,7 @@ class LoopPrinter(LeafPrinter):
                 self.line(f"const Each<scalar> each_{value}({value});")
                 self.each.add(value)
 
-    def elements(self, node: Loop, phases: Sequence[Loop]) -> None:
+    def elements(self, node: Loop) -> None:
         """A loop over rows' elements: one row after another where each has sums in registers, else
         all rows' at a time.
         """
@@ -306,13 +289,13 @@ class LoopPrinter(LeafPrinter):
             with self.block("for (int first = 0; first < rows; first += GROUP)"):
                 self.line("const int last = std::min(first + GROUP, rows);")
                 self.together_now = True
-                self.inner_loop(node, phases)
+                self.inner_loop(node)
                 self.together_now = False
             return
         with self.each_row("0", "rows"):
             for accumulator in sums:
                 self.begin(accumulator)
-            self.inner_loop(node, phases)
+            self.inner_loop(node)
             for accumulator in sums:
                 name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
                 self.line(f"rows_{name}[j] = together<{fn}>(acc_{name});")

@@ -34,7 +34,7 @@ from normpass.backend.tree import (
 from normpass.passes.region import EXPAND
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from normpass.backend.tree import LoopAxis, Node, Plan
 
@@ -101,13 +101,6 @@ class Following:
         if self.distance is None:
             return f"Vec::size() * {factor(index_expression(stride))}"
         return index_expression(self.distance * stride)
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """Asks for what a later row loads. Only C++ has this leaf."""
-
-    access: Access
 
 
 def rows_together(plan: Plan) -> Together | None:
@@ -214,20 +207,6 @@ def one_a_row(loop: Loop, plan: Plan, rows: str) -> list[str]:
                 used.add(output.value)
     varies = plan.region.varies
     return [v for v in varies if v in used and rows in varies[v] and plan.vector not in varies[v]]
-
-
-def loaded_only_before(loops: Sequence[Loop], vector: str) -> list[Access]:
-    """What earlier loops over a row load, lane by lane, and the last one does not."""
-    accesses = [
-        {leaf.access.buffer.name: leaf.access for leaf in loop.body if isinstance(leaf, Load)}
-        for loop in loops
-    ]
-    before = {name: access for found in accesses[:-1] for name, access in found.items()}
-    return [
-        access
-        for name, access in before.items()
-        if name not in accesses[-1] and access.strides.get(vector) == 1
-    ]
 
 
 def unaligned_row(loop: Loop, plan: Plan) -> Access | None:
