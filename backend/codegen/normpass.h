@@ -473,13 +473,13 @@ inline void each_vector(int64_t begin, int64_t end, const Body& body, Sums&... s
 }
 
 // body(i, lanes, slot) for all elements of a row that may be written past the caches: whole vectors begin where
-// `row`, which it is written to, is aligned, so that they can be.
+// `row`, which it is written to, is aligned, so that they can be. Not worth it for rows of a few vectors.
 template <class T, class S, class Body>
 inline void each_aligned(const S* row, int64_t end, bool past_caches, const Body& body) {
 #if defined(CPU_CAPABILITY_AVX512)
   constexpr int W = Vectorized<T>::size();
   const int before = reinterpret_cast<uintptr_t>(row) / sizeof(S) % W;
-  if (past_caches && before > 0 && end > W) {
+  if (past_caches && before > 0 && end >= 8 * W) {
     body(-before, From{before}, Slot<0>());
     return each_vector<T, 1>(W - before, end, body);
   }
