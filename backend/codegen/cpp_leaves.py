@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 
-from normpass.backend.codegen.cpp_names import COMBINE, PREFETCH_ROWS, Names, operand
+from normpass.backend.codegen.cpp_names import COMBINE, Names, operand
 from normpass.backend.codegen.text import index_expression
 from normpass.backend.pointwise import POINTWISE
 from normpass.backend.tree import (
@@ -66,33 +66,43 @@ class LeafPrinter(Names):
 
     def load(self, access: Access) -> None:
         buffer = access.buffer
-        address = f"p_{buffer.name} + {self.offset(access.strides)}"
-        stride = access.strides.get(self.plan.vector)
+        address = self.address(access)
+        stride = access.strides.get(self.along)
         if stride is None:
             text = f"get<scalar>({address})"
         elif stride == 1:
-            text = f"load<scalar>({address}, lanes)"
+            text = f"load<scalar>({address}, {self.lanes})"
         else:
-            text = f"gather<scalar>({address}, {index_expression(stride)}, lanes)"
+            text = f"gather<scalar>({address}, {index_expression(stride)}, {self.lanes})"
         if buffer.dtype is torch.bool:
             text = f"mask({text})" if stride is not None else f"mask_of({text})"
         self.define(buffer.name, text)
-        if stride == 1 and self.last_pass and self.following and self.following in access.strides:
-            step = index_expression(PREFETCH_ROWS * access.strides[self.following])
-            self.line(f"prefetch({address} + {step});")
+        if stride == 1 and self.last_pass:
+            self.prefetch(access)
+
+    def address(self, access: Access, without: str = "") -> str:
+        """Where a tensor's element is, or the first one along an axis."""
+        strides = {axis: step for axis, step in access.strides.items() if axis != without}
+        return f"p_{access.buffer.name} + {self.offset(strides)}"
+
+    def prefetch(self, access: Access) -> None:
+        """Asks for what a later row has in this place."""
+        step = self.following and self.following.step(access.strides)
+        if step:
+            self.line(f"prefetch({self.address(access)} + {step});")
 
     def store(self, value: str, access: Access) -> None:
-        address = f"p_{access.buffer.name} + {self.offset(access.strides)}"
-        stride = access.strides.get(self.plan.vector)
+        address = self.address(access)
+        stride = access.strides.get(self.along)
         text = self.as_number(value)
         if stride is None:
             self.line(f"put({address}, {text});")
             return
         text = text if self.is_vector(value) else f"Vec({text})"
         if stride == 1:
-            self.line(f"write({address}, {text}, lanes, past_caches);")
+            self.line(f"write({address}, {text}, {self.lanes}, past_caches);")
         else:
-            self.line(f"scatter({address}, {index_expression(stride)}, {text}, lanes);")
+            self.line(f"scatter({address}, {index_expression(stride)}, {text}, {self.lanes});")
 
     def compute(self, op: Op) -> None:
         if op.fn == "numel":
@@ -155,7 +165,7 @@ class LeafPrinter(Names):
         anyway.
         """
         return (
-            self.jam is None
+            (self.jam is None or self.abreast)
             and not accumulator.axes
             and self.plan.vector in accumulator.op.axes
             and self.is_vector(operand(accumulator))

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 
+from normpass.backend.codegen.cpp_rows import rows_together
 from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.pointwise import truth_values
-from normpass.backend.tree import Accumulate, walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from normpass.backend.codegen.cpp_rows import Following
     from normpass.backend.tree import Accumulator, Plan
     from normpass.passes.region import Arg
 
@@ -29,15 +30,6 @@ TYPES = {
     torch.bool: "bool",
 }
 COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
-# What goes through a kernel several rows at a time (Names.jam). Measured on the backward of layer
-# and RMS norm and layer norm's forward (float32, AVX-512, two threads) against one row at a time
-# with the row after the next prefetched: four rows are 1.1x to 1.5x faster from 8 KiB a row where
-# rows are added to arrays, from 16 KiB elsewhere, and slower below. Around 128 KiB two rows still
-# fit in a second-level cache of 1 MiB and four do not: there two are 1.1x faster than four.
-JAM = 4
-JAM_FROM, JAM_FROM_WITH_ARRAYS = 16 * 1024, 8 * 1024
-PAIRS = range(96 * 1024, 256 * 1024)
-PREFETCH_ROWS = 2
 
 
 class Names:
@@ -49,33 +41,21 @@ class Names:
         self.varies = self.region.varies
         self.truth = truth_values(self.region)
         self.double = self.region.compute_dtype is torch.float64
-        self.jam, self.jam_rows = self._choose_jam()
+        self.together = rows_together(plan)
+        self.jam = self.together.axis if self.together else None
+        self.abreast = self.together is not None and self.together.abreast
         self.buffers = [*self.region.inputs, *(o.buffer for o in self.region.outputs)]
         self.lines: list[str] = []
         self.indent = 0
+        self.along, self.lanes = plan.vector, "lanes"  # the axis of lanes, and how many there are
+        self.first: str | None = None  # an axis of which the first of several rows is meant
+        self.together_now = False  # whether leaves stand in loops over rows that go together
+        self.each: set[str] = set()  # values computed in lanes along rows, to be read one by one
         self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
-        self.following: str | None = None  # the axis whose next row is worth prefetching
+        self.following: Following | None = None  # the rows that are worth prefetching
         self.last_pass = False  # whether the loop being printed is the last over its row
         self.cascaded: set[str] = set()  # arrays of a worker's own that long sums are added up in
         self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
-
-    def _choose_jam(self) -> tuple[str | None, int]:
-        """The axis whose rows go through together and how many, if that pays: long rows of a plain
-        matrix.
-        """
-        axes = self.plan.axes
-        matrix = len(axes) == 2 and axes[1].name == self.plan.vector
-        if not matrix or self.plan.vector not in self.plan.local:
-            return None, 1
-        row = axes[-1].hint * (8 if self.double else 4)
-        arrays = any(
-            isinstance(node, Accumulate) and node.accumulator.axes
-            for loop in self.plan.body
-            for node in walk(loop)
-        )
-        if row < (JAM_FROM_WITH_ARRAYS if arrays else JAM_FROM):
-            return None, 1
-        return axes[0].name, 2 if row in PAIRS else JAM
 
     # -- text
 
@@ -93,7 +73,7 @@ class Names:
     # -- names and types
 
     def is_vector(self, value: str) -> bool:
-        return self.plan.vector in self.varies[value]
+        return self.along in self.varies[value]
 
     def type_of(self, value: str) -> str:
         if self.is_vector(value):
@@ -101,6 +81,8 @@ class Names:
         return "bool" if value in self.truth else "scalar"
 
     def name(self, value: str) -> str:
+        if value in self.each and self.along == self.plan.vector:
+            return f"each_{value}[j]"
         return f"{value}[j]" if value in self.indexed else value
 
     def define(self, value: str, expression: str) -> None:
@@ -115,7 +97,8 @@ class Names:
         for axis in self.plan.axes:
             if axis.name in strides:
                 stride = index_expression(strides[axis.name])
-                terms.append(axis.name if stride == "1" else f"{axis.name} * {factor(stride)}")
+                name = f"{axis.name}0" if axis.name == self.first else axis.name
+                terms.append(name if stride == "1" else f"{name} * {factor(stride)}")
         return " + ".join(terms) or "0"
 
     def argument(self, arg: Arg, *, vector: bool, truth: bool) -> str:

@@ -1,14 +1,15 @@
 // What generated CPU kernels are written in: lanes, masks, reductions, workers.
 //
 // A value is either one number (scalar) or as many as a vector register holds (Vec, from at::vec). A truth
-// value is bool, or a Vec whose lanes have all bits set or none. `lanes` says how many of a Vec's lanes count:
-// All, known when compiling, or a number at the end of a row.
+// value is bool, or a Vec whose lanes have all bits set or none. `lanes` says which of a Vec's lanes count: All,
+// known when compiling, the first so many at the end of a row, or those From one on at its beginning.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -68,8 +69,22 @@ struct All {
   constexpr operator int() const { return Vectorized<T>::size(); }
 };
 
+struct From {
+  int lane;
+};
+
 template <class L>
-inline constexpr bool is_all = !std::is_same_v<L, int>;
+inline constexpr bool is_all = !std::is_same_v<L, int> && !std::is_same_v<L, From>;
+
+// The lanes that count, one by one.
+template <class T, class L, class Body>
+inline void each_lane(L lanes, const Body& body) {
+  if constexpr (std::is_same_v<L, From>) {
+    for (int i = lanes.lane; i < Vectorized<T>::size(); ++i) body(i);
+  } else {
+    for (int i = 0; i < lanes; ++i) body(i);
+  }
+}
 
 // ---- memory
 
@@ -101,23 +116,31 @@ inline __m256i narrow(Vectorized<float> value) {
     return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   else return at::vec::cvtfp32_bf16(value);
 }
+
+inline __mmask16 mask_of_lanes(int lanes) { return static_cast<__mmask16>((1u << lanes) - 1); }
+inline __mmask16 mask_of_lanes(From lanes) { return static_cast<__mmask16>(0xffffu << lanes.lane); }
 #endif
 
 template <class T, class S, class L>
 inline Vectorized<T> load(const S* p, L lanes) {
   using V = Vectorized<T>;
 #if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (is_half<T, S> && is_all<L>)
-    return widen<S>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  if constexpr (is_half<T, S>) {
+    if constexpr (is_all<L>) return widen<S>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    else return widen<S>(_mm256_maskz_loadu_epi16(mask_of_lanes(lanes), p));
+  }
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && !is_all<L>)
+    return _mm512_maskz_loadu_ps(mask_of_lanes(lanes), p);
 #endif
-  if constexpr (std::is_same_v<S, T>) {
-    if constexpr (is_all<L>) return V::loadu(p);
-    else return V::loadu(p, lanes);
-  } else if constexpr (is_half<T, S>) {
+  if constexpr (std::is_same_v<S, T> && is_all<L>) {
+    return V::loadu(p);
+  } else if constexpr (std::is_same_v<S, T> && std::is_same_v<L, int>) {
+    return V::loadu(p, lanes);
+  } else if constexpr (is_half<T, S> && !std::is_same_v<L, From>) {
     return at::vec::convert<float, 1, S, 1>(Vectorized<S>::loadu(p, lanes));
   } else {
     alignas(64) T buffer[V::size()] = {};
-    for (int i = 0; i < lanes; ++i) buffer[i] = static_cast<T>(p[i]);
+    each_lane<T>(lanes, [&](int i) { buffer[i] = static_cast<T>(p[i]); });
     return V::loadu(buffer);
   }
 }
@@ -125,24 +148,28 @@ inline Vectorized<T> load(const S* p, L lanes) {
 template <class T, class S, class L>
 inline Vectorized<T> gather(const S* p, int64_t stride, L lanes) {
   alignas(64) T buffer[Vectorized<T>::size()] = {};
-  for (int i = 0; i < lanes; ++i) buffer[i] = static_cast<T>(p[i * stride]);
+  each_lane<T>(lanes, [&](int i) { buffer[i] = static_cast<T>(p[i * stride]); });
   return Vectorized<T>::loadu(buffer);
 }
 
 template <class T, class S, class L>
 inline void store(S* p, Vectorized<T> value, L lanes) {
 #if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (is_half<T, S> && is_all<L>)
-    return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow<S>(value));
+  if constexpr (is_half<T, S>) {
+    if constexpr (is_all<L>) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow<S>(value));
+    else return _mm256_mask_storeu_epi16(p, mask_of_lanes(lanes), narrow<S>(value));
+  }
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && !is_all<L>)
+    return _mm512_mask_storeu_ps(p, mask_of_lanes(lanes), value);
 #endif
-  if constexpr (std::is_same_v<S, T>) {
+  if constexpr (std::is_same_v<S, T> && !std::is_same_v<L, From>) {
     value.store(p, lanes);
-  } else if constexpr (is_half<T, S>) {
+  } else if constexpr (is_half<T, S> && !std::is_same_v<L, From>) {
     at::vec::convert<S, 1, float, 1>(value).store(p, lanes);
   } else {
     alignas(64) T buffer[Vectorized<T>::size()];
     value.store(buffer);
-    for (int i = 0; i < lanes; ++i) p[i] = static_cast<S>(buffer[i]);
+    each_lane<T>(lanes, [&](int i) { p[i] = static_cast<S>(buffer[i]); });
   }
 }
 
@@ -150,7 +177,7 @@ template <class T, class S, class L>
 inline void scatter(S* p, int64_t stride, Vectorized<T> value, L lanes) {
   alignas(64) T buffer[Vectorized<T>::size()];
   value.store(buffer);
-  for (int i = 0; i < lanes; ++i) p[i * stride] = static_cast<S>(buffer[i]);
+  each_lane<T>(lanes, [&](int i) { p[i * stride] = static_cast<S>(buffer[i]); });
 }
 
 // Writes past the caches where the caller says that they could not hold the result anyway: the old
@@ -243,12 +270,28 @@ struct Amin {
   template <class V> static V combine(V a, V b) { return minimum_(a, b); }
 };
 
-// Adds a value to an accumulator; lanes beyond the row's end keep what they have.
+// Adds a value to an accumulator; lanes that do not count keep what they have.
 template <class R, class T, class L>
 inline void accumulate(Vectorized<T>& total, Vectorized<T> value, L lanes) {
   const Vectorized<T> sum = R::combine(total, value);
-  if constexpr (is_all<L>) total = sum;
-  else total = Vectorized<T>::set(total, sum, lanes);
+  if constexpr (is_all<L>) {
+    total = sum;
+    return;
+  }
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float> && !is_all<L>) {
+    total = _mm512_mask_mov_ps(total, mask_of_lanes(lanes), sum);
+    return;
+  }
+#endif
+  if constexpr (std::is_same_v<L, int>) {
+    total = Vectorized<T>::set(total, sum, lanes);
+  } else {
+    alignas(64) T each[Vectorized<T>::size()];
+    total.store(each);
+    store(each, sum, lanes);
+    total = Vectorized<T>::loadu(each);
+  }
 }
 template <class R, class T, class L, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
 inline void accumulate(T& total, T value, L) {
@@ -278,17 +321,60 @@ inline T across(Vectorized<T> value) {
 }
 // Several accumulators of one reduction.
 template <class R, class T, int U>
-inline T across(const Vectorized<T> (&values)[U]) {
+inline Vectorized<T> together(const Vectorized<T> (&values)[U]) {
   Vectorized<T> total = values[0];
   for (int u = 1; u < U; ++u) total = R::combine(total, values[u]);
-  return across<R>(total);
+  return total;
 }
+template <class R, class T, int U>
+inline T across(const Vectorized<T> (&values)[U]) { return across<R>(together<R>(values)); }
 template <class R, class T, class L>
 inline T across(Vectorized<T> value, L lanes) {
   Vectorized<T> total(R::template neutral<T>());
   accumulate<R>(total, value, lanes);
   return across<R>(total);
 }
+
+// All lanes of each of as many rows as there are lanes: lane j of the result is row j's.
+template <class R, class T>
+inline Vectorized<T> across_rows(const Vectorized<T>* rows) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float>) {
+    const auto both = [](auto a, auto b) -> __m512 { return R::combine(Vectorized<float>(a), Vectorized<float>(b)); };
+    const auto pair = [&](__m512 a, __m512 b) { return both(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    __m512 four[4];  // of four rows each: every quarter of the register has a part of each row
+    for (int i = 0; i < 4; ++i)
+      four[i] = pair(pair(rows[4 * i], rows[4 * i + 2]), pair(rows[4 * i + 1], rows[4 * i + 3]));
+    const auto halves = [&](__m512 a, __m512 b) {
+      return both(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    };
+    const __m512 low = halves(four[0], four[1]), high = halves(four[2], four[3]);
+    return both(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<T, float>) {
+    const auto both = [](auto a, auto b) -> __m256 { return R::combine(Vectorized<float>(a), Vectorized<float>(b)); };
+    const auto pair = [&](__m256 a, __m256 b) { return both(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
+    const __m256 low = pair(pair(rows[0], rows[2]), pair(rows[1], rows[3]));
+    const __m256 high = pair(pair(rows[4], rows[6]), pair(rows[5], rows[7]));
+    return both(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+  }
+#endif
+  alignas(64) T each[Vectorized<T>::size()];
+  for (int j = 0; j < Vectorized<T>::size(); ++j) each[j] = across<R>(rows[j]);
+  return Vectorized<T>::loadu(each);
+}
+
+// What lanes hold, to be read one by one.
+template <class T>
+class Each {
+ public:
+  explicit Each(Vectorized<T> lanes) { lanes.store(each_); }
+  T operator[](int j) const { return each_[j]; }
+
+ private:
+  alignas(64) T each_[Vectorized<T>::size()];
+};
 
 // Additions of numbers between two that are exact to the last digit. Each loses half a unit in the last place
 // of all that was added before, so sums of many numbers are made of many short ones: of registers, and of arrays,
@@ -386,6 +472,25 @@ inline void each_vector(int64_t begin, int64_t end, const Body& body, Sums&... s
   (added((end - begin) / step + 1, sums), ...);
 }
 
+// body(i, lanes, slot) for all elements of a row that may be written past the caches: whole vectors begin where
+// `row`, which it is written to, is aligned, so that they can be. Not worth it for rows of a few vectors.
+template <class T, class S, class Body>
+inline void each_aligned(const S* row, int64_t end, bool past_caches, const Body& body) {
+#if defined(CPU_CAPABILITY_AVX512)
+  constexpr int W = Vectorized<T>::size();
+  const int before = reinterpret_cast<uintptr_t>(row) / sizeof(S) % W;
+  if (past_caches && before > 0 && end >= 8 * W) {
+    body(-before, From{before}, Slot<0>());
+    return each_vector<T, 1>(W - before, end, body);
+  }
+#endif
+  each_vector<T, 1>(0, end, body);
+}
+
+// Of rows that go abreast, so many at a time take what does not depend on the row: weights are then read, and arrays
+// of sums written, once for all of these. More would write to more lines of memory at a time than can wait.
+constexpr int GROUP = 4;
+
 // ---- workers
 
 struct Share {
@@ -399,6 +504,36 @@ inline Share share(int64_t n, int workers, int worker, int64_t unit = 1) {
   const int64_t begin = worker * each + std::min<int64_t>(worker, more);
   return {std::min(begin * unit, n), std::min((begin + each + (worker < more)) * unit, n)};
 }
+
+// A worker's share of a nest of loops: runs of the innermost one, each with the places of those around it.
+template <int N>
+class Runs {
+ public:
+  int64_t at[N] = {}, begin = 0, end = 0;
+  Runs(const std::array<int64_t, N>& extents, Share mine) : extents_(extents), left_(mine.end - mine.begin) {
+    int64_t place = mine.begin;
+    for (int k = N - 1; k >= 0 && left_ > 0; --k) {
+      at[k] = place % extents[k];
+      place /= extents[k];
+    }
+    start();
+  }
+  explicit operator bool() const { return left_ > 0; }
+  void next() {
+    left_ -= end - begin;
+    at[N - 1] = 0;
+    for (int k = N - 2; k >= 0 && ++at[k] == extents_[k]; --k) at[k] = 0;
+    start();
+  }
+
+ private:
+  void start() {
+    begin = at[N - 1];
+    end = std::min(extents_[N - 1], begin + left_);
+  }
+  std::array<int64_t, N> extents_;
+  int64_t left_;
+};
 
 // One array a worker, each on cache lines of its own.
 template <class T>

@@ -175,8 +175,72 @@ def test_how_many_rows_go_together(dtype: str, size: int, added: bool) -> None:
         region = parse(text_of(bytes_per_row // size, dtype, added=added))
         return together(cpp.generate(make_plan(region)))
 
-    start = (8 if added else 16) * KIB
-    assert jam(start - size) == 1
-    assert jam(start) == jam(96 * KIB - size) == 4
-    assert jam(96 * KIB) == jam(256 * KIB - size) == 2
+    start, vector = (8 if added else 16) * KIB, 16 * size
+    assert jam(start - vector) == 1
+    assert jam(start) == jam(96 * KIB - vector) == 4
+    assert jam(96 * KIB) == jam(256 * KIB - vector) == 2
     assert jam(256 * KIB) == 4
+    # Rows that begin anywhere: test_unaligned_rows.py.
+    assert jam(start + size) == (4 if added or dtype != "f32" else 1)
+
+
+# Weights that differ between the outermost steps, as adaptive layer norm's do.
+ADAPTIVE = """\
+region adaptive
+axes    n=? t=? c={width}
+input   x: f32[n t c]
+input   g: f32[n t c]
+input   w: f32[n 1 c]
+gw      = mul(g, w)
+gwx     = mul(gw, x)
+sum     = sum[c](gwx)
+mean    = div(sum, {width})
+along   = mul(x, mean)
+rest    = sub(gw, along)
+gx      = mul(g, x)
+dw      = sum[t](gx)
+output  y: f32[n t c] = rest
+output  y_1: f32[n 1 c] = dw"""
+
+
+def adaptive(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    gw = g * w
+    return gw - x * (gw * x).mean(2, keepdim=True), (g * x).sum(1, keepdim=True)
+
+
+@by_threads
+@pytest.mark.parametrize(("width", "jam"), [(FOURFOLD, 4), (FOURFOLD - 4, 1), (PAIRED, 2)])
+def test_rows_inside_of_other_loops(
+    width: int, jam: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows over an axis that is not the outermost one, with weights that differ between those."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    kernel = Kernel(ADAPTIVE.format(width=width))
+    assert together(kernel.source) == jam
+    generator = torch.Generator().manual_seed(width)
+    for n, t in ((0, 3), (3, 0), (1, 1), (1, 9), (2, 4), (5, 3), (3, 6)):
+        x, g = (torch.randn(n, t, width, generator=generator) for _ in range(2))
+        w = torch.randn(n, 1, width, generator=generator)
+        ours, theirs = kernel([x, g, w], [n, t]), adaptive(x, g, w)
+        right = adaptive(x.double(), g.double(), w.double())
+        for mine, other, exact in zip(ours, theirs, right, strict=True):
+            oracles.assert_no_less_accurate(mine, other, exact, f"{n} times {t} rows")
+
+
+def test_rows_with_sums_in_common_go_one_by_one() -> None:
+    """A sum over rows and their elements that each of them needs again."""
+    text = """\
+region common
+axes n=? t=? c=4096
+input x: f32[n t c]
+input w: f32[c]
+s = sum[t c](x)
+sub = sub(x, s)
+mul = mul(sub, w)
+output y: f32[n t c] = mul"""
+
+    def jam(text: str) -> int:
+        return together(cpp.generate(make_plan(parse(text))))
+
+    assert jam(text) == 1
+    assert jam(text.replace("sum[t c]", "sum[c]")) == 4

@@ -1,0 +1,224 @@
+"""Which rows go through a C++ kernel together, and which are asked for ahead of time.
+
+A row is what lanes run along, where its own sums are needed again. Long rows are jammed: what does
+not depend on the row is read once for four or two of them, and memory is asked for as many streams
+at once. Short rows go abreast, as many as a vector has lanes: there the work of a row that is one
+number, sums over lanes and roots of variances, takes as long as that of all its elements, and lanes
+that run along the rows do it for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+
+from normpass.backend.codegen.text import factor, index_expression
+from normpass.backend.pointwise import truth_values
+from normpass.backend.tree import (
+    Access,
+    Accumulate,
+    Begin,
+    Compute,
+    Finish,
+    Keep,
+    Leaf,
+    Load,
+    Loop,
+    Recall,
+    Store,
+    walk,
+)
+from normpass.passes.region import EXPAND
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from normpass.backend.tree import LoopAxis, Node, Plan
+
+# Measured on the backward of layer and RMS norm and layer norm's forward (float32, AVX-512, two
+# threads) against one row at a time with the row after the next prefetched: four rows are 1.1x to
+# 1.5x faster from 8 KiB a row where rows are added to arrays, from 16 KiB elsewhere, and slower
+# below. Around 128 KiB two rows still fit in a second-level cache of 1 MiB and four do not: there
+# two are 1.1x faster than four.
+JAM = 4
+JAM_FROM, JAM_FROM_WITH_ARRAYS = 16 * 1024, 8 * 1024
+PAIRS = range(96 * 1024, 256 * 1024)
+# Rows go abreast where that pays, measured with one thread (AVX-512) on rows of 32 to 256 elements
+# of layer and RMS norm and softmax, forward and backward, against one row at a time with the row
+# after the next prefetched. Up to so many bytes a row, bfloat16 rows are 1.1x to 1.8x faster, and
+# float32 rows that are gone over three times 1.1x to 1.4x; two times 0.85x to 1.05x, which wait for
+# memory anyway. Longer rows, 16 of them and the next 16, leave a first-level cache too soon (0.6x
+# to 0.9x at 1024 bytes), and so do float32 rows that lie far apart (0.8x to 0.9x). Of float32 rows
+# that begin anywhere, lines are written in parts (0.75x at 100 elements).
+ABREAST, PASSES = 768, 3
+PREFETCH_ROWS = 2
+# Rows of so many elements are written in vectors that begin where memory is aligned, wherever the
+# row begins (each_aligned in normpass.h). Where they are added to arrays, a vector of these is then
+# made of two that the row before has written, which has to be waited for unless that is long ago.
+ALIGN_FROM, ALIGN_FROM_WITH_ARRAYS = 128, 512
+MOST_LANES = 16
+# So many rows are gone through before what was asked for would have come.
+FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Together:
+    """Rows along an axis that go together. count: how many, as C++ says it. abreast: whether what
+    is one number a row is computed in lanes that run along the rows.
+    """
+
+    axis: str
+    count: str
+    abreast: bool = False
+
+
+@dataclass(frozen=True)
+class Following:
+    """Rows along an axis that are asked for while others are computed, so many further on: a
+    number, or as many as there are lanes. outer: the axis of the loop around that over rows.
+    """
+
+    axis: LoopAxis
+    outer: str | None
+    distance: int | None = PREFETCH_ROWS
+
+    def step(self, strides: Mapping[str, sympy.Expr]) -> str | None:
+        """Elements between a row and the one that is asked for; None where that is the same.
+        Where few rows lie side by side it is the row that the next step outside leads to.
+        """
+        stride = strides.get(self.axis.name)
+        if stride is None:
+            return None
+        if self.outer and self.axis.hint < FEW_ROWS:
+            around = strides.get(self.outer)
+            if around is None:
+                return None
+            if sympy.expand(around - stride * self.axis.extent) != 0:
+                return index_expression(around)
+        if self.distance is None:
+            return f"Vec::size() * {factor(index_expression(stride))}"
+        return index_expression(self.distance * stride)
+
+
+def rows_together(plan: Plan) -> Together | None:
+    """Which rows of a plan go together; None if they go one by one."""
+    loops = list(_row_loops(plan))
+    if plan.vector not in plan.local or len({loop.axis.name for loop in loops}) != 1:
+        return None
+    axis = loops[0].axis
+    if len(loops) == 1 and _may_go_abreast(plan, loops[0]):
+        return Together(axis.name, "Vec::size()", abreast=True)
+    if axis.name in plan.local and len(plan.axes) > 2:
+        return None  # its rows have sums in common
+    row = plan.axis[plan.vector].hint * (8 if plan.region.compute_dtype is torch.float64 else 4)
+    arrays = any(
+        isinstance(node, Accumulate) and node.accumulator.axes
+        for loop in plan.body
+        for node in walk(loop)
+    )
+    if row < (JAM_FROM_WITH_ARRAYS if arrays else JAM_FROM):
+        return None
+    last = [child for child in loops[-1].body if isinstance(child, Loop)][-1]
+    if not arrays and unaligned_row(last, plan):
+        return None  # to begin where memory is aligned gains more, and is another place in each row
+    return Together(axis.name, str(2 if row in PAIRS else JAM))
+
+
+def _row_loops(plan: Plan) -> Iterator[Loop]:
+    """The loops over rows."""
+    for top in plan.body:
+        for node in walk(top):
+            if isinstance(node, Loop) and is_row_loop(node, plan.vector):
+                yield node
+
+
+def is_row_loop(node: Loop, vector: str) -> bool:
+    """Whether a loop has loops over lanes in it, and no others."""
+    inside = {child.axis.name for child in node.body if isinstance(child, Loop)}
+    return node.axis.name != vector and inside == {vector}
+
+
+def _may_go_abreast(plan: Plan, rows: Loop) -> bool:
+    """Whether it pays for rows to go abreast, nothing but sums over lanes is added up for them, and
+    what each has one of are numbers.
+    """
+    extent, axis = plan.axis[plan.vector].extent, rows.axis
+    if not extent.is_number or axis.name in plan.local or axis.hint < JAM:
+        return False
+    number = plan.region.compute_dtype.itemsize
+    loads = _loaded_by_lanes(rows, plan)
+    kinds = [access.buffer.dtype for access in loads]
+    kept = {leaf.value for leaf in _leaves(rows) if isinstance(leaf, Keep)}
+    size = extent * (sum(kind.itemsize for kind in kinds) + number * len(kept))
+    narrow = any(kind.is_floating_point and kind.itemsize < number for kind in kinds)
+    whole = extent % MOST_LANES == 0 and all(a.strides[axis.name] == extent for a in loads)
+    passes = sum(isinstance(child, Loop) for child in rows.body)
+    pays = size <= ABREAST and (narrow or (whole and passes >= PASSES))
+    return pays and all(_works_abreast(leaf, plan, axis.name) for leaf in _leaves(rows))
+
+
+def _loaded_by_lanes(rows: Loop, plan: Plan) -> list[Access]:
+    """What loops over the elements of rows load of each row."""
+    loads = {
+        leaf.access.buffer.name: leaf.access for leaf in _leaves(rows) if isinstance(leaf, Load)
+    }
+    return [a for a in loads.values() if {rows.axis.name, plan.vector} <= a.strides.keys()]
+
+
+def _works_abreast(leaf: Leaf, plan: Plan, rows: str) -> bool:
+    truth, varies = truth_values(plan.region), plan.region.varies
+
+    def is_truth_of_rows(value: str) -> bool:
+        return value in truth and rows in varies[value] and plan.vector not in varies[value]
+
+    match leaf:
+        case Accumulate(accumulator):
+            over_lanes = plan.vector in varies[str(accumulator.op.args[0])]
+            return over_lanes and bool(accumulator.axes or rows in varies[accumulator.op.name])
+        case Keep(value, axes, _) | Recall(value, axes, _):
+            return rows not in axes and plan.vector in varies[value]
+        case Load(access):
+            return not is_truth_of_rows(access.buffer.name)
+        case Compute(op):
+            return op.fn != EXPAND and not is_truth_of_rows(op.name)
+        case Begin() | Finish() | Store():
+            return True
+        case _:
+            return False
+
+
+def _leaves(node: Node) -> Iterator[Leaf]:
+    for each in walk(node):
+        if not isinstance(each, Loop):
+            yield each
+
+
+def one_a_row(loop: Loop, plan: Plan, rows: str) -> list[str]:
+    """Of what a row has one, a loop over its elements uses this, in the order of the region."""
+    used: set[str] = set()
+    for leaf in loop.body:
+        match leaf:
+            case Compute(op):
+                used.update(arg for arg in op.args if isinstance(arg, str))
+            case Store(output, _):
+                used.add(output.value)
+    varies = plan.region.varies
+    return [v for v in varies if v in used and rows in varies[v] and plan.vector not in varies[v]]
+
+
+def unaligned_row(loop: Loop, plan: Plan) -> Access | None:
+    """What a loop over lanes writes, if its rows begin anywhere and are long enough for that to
+    matter.
+    """
+    stored = [leaf.access for leaf in loop.body if isinstance(leaf, Store)]
+    access = next((a for a in stored if a.strides.get(plan.vector) == 1), None)
+    adds = any(isinstance(leaf, Accumulate) for leaf in loop.body)
+    if access is None or access.buffer.dtype is not torch.float32:
+        return None  # only of these a vector is a whole line, and written past the caches
+    if loop.axis.hint < (ALIGN_FROM_WITH_ARRAYS if adds else ALIGN_FROM):
+        return None
+    others = [step for axis, step in access.strides.items() if axis != plan.vector]
+    return None if all(step % MOST_LANES == 0 for step in others) else access
