@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from normpass.passes import faults, names
 from normpass.passes.copies import copy_inputs, take_back
+from normpass.passes.cost import Conditions, Work
+from normpass.passes.inductor_loops import theirs
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.noops import remove_noops
-from normpass.passes.profit import Estimate, Traffic, estimate, has_inner_reduction, refusal
+from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
 from normpass.passes.vocabulary import Kind, kind_of
@@ -59,8 +62,9 @@ class Refused:
 
 Decision = Fused | Refused
 LayOut = Callable[[Lowered], Lowered]
-Kernel = Callable[[Lowered, Estimate], Traffic]
+Kernel = Callable[[Lowered, Estimate], Work]
 Missing = Callable[[Lowered], "str | None"]
+Here = Callable[[str], "Conditions | None"]
 
 
 def fuse_graph(
@@ -69,7 +73,8 @@ def fuse_graph(
     *,
     least_bytes: int | None = None,
     lay_out: LayOut = lambda lowered: lowered,
-    kernel: Kernel = lambda lowered, cost: Traffic(cost.least, 0, passes=1),
+    kernel: Kernel = lambda lowered, cost: Work(cost.least, 0),
+    conditions: Here = lambda device: None,
     missing: Missing = lambda lowered: None,
     rounded: bool = False,
 ) -> list[Decision]:
@@ -78,12 +83,14 @@ def fuse_graph(
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
     device. lay_out: the region with its tensors laid out as the backend will have them. kernel:
-    what the backend's kernel for a region would do. missing: why the backend has none, or None.
+    what the backend's kernel for a region would do. conditions: of a
+    device, by which that is compared with what Inductor would do; None where nothing was measured.
+    missing: why the backend has none, or None.
     rounded: whether results in half precision are rounded where they arise, as in eager mode, or
     only where they are stored.
     """
     decisions: list[Decision] = []
-    judge = Judge(graph, op, least_bytes, lay_out, kernel, missing, rounded)
+    judge = Judge(graph, op, least_bytes, lay_out, kernel, conditions, missing, rounded)
     try:
         _fuse_all(graph, judge, decisions)
     except Exception as error:  # a fault of ours, of whatever kind, must not cost a user's run
@@ -153,6 +160,7 @@ class Judge:
     least_bytes: int | None
     lay_out: LayOut
     kernel: Kernel
+    conditions: Here
     missing: Missing
     rounded: bool
 
@@ -172,11 +180,13 @@ class Judge:
             attempt.stage = "weighing"
             cost = estimate(lowered, nodes)
 
-            def planned() -> Traffic:
+            def planned() -> Work:
                 attempt.stage = "planning the kernel"
                 return self.kernel(lowered, cost)
 
-            reason = refusal(lowered, cost, planned, least_bytes=self.least_bytes)
+            stock = partial(theirs, nodes, grown.domain, lowered, cost.sizes)
+            here = self.conditions(lowered.device)
+            reason = refusal(lowered, cost, planned, stock, here, least_bytes=self.least_bytes)
             if reason is None:
                 attempt.stage = "planning the kernel"
                 reason = self.missing(lowered)

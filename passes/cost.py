@@ -1,0 +1,120 @@
+"""What work costs: one currency, seconds, for a kernel of ours and for what Inductor would do.
+
+Constants are measured by `normpass bench --calibrate`; these are from a run on two cores of an AMD
+EPYC with AVX-512 (Zen 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# What one function costs that none was measured for.
+LIKE = {
+    "expm1": "exp",
+    "log1p": "log",
+    "cos": "sin",
+    "reciprocal": "div",
+}
+PRICED = frozenset(
+    ("exp", "log", "tanh", "erf", "sigmoid", "sin", "pow", "div", "sqrt", "rsqrt", "welford", *LIKE)
+)
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Bytes that stay within reach: of one worker inside the parallel loop, and of all together."""
+
+    worker: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What has to be done. Bytes, and counts of elements.
+
+    read, written: from and to memory. passes: how often it goes over its largest input. again: read
+    once more, from cache. columns: of what is read, down columns, so that neighbours in memory are
+    not read one after the other. for_its_sake: moved by others, so that it can be read. functions:
+    how often each is computed, for an element. rows: how often a loop over neighbours in memory
+    begins, and piece: how many there are. launches: calls of a kernel, or loops of Inductor's.
+    workers: how many can be busy.
+    """
+
+    read: int
+    written: int
+    passes: int = 1
+    again: int = 0
+    columns: int = 0
+    for_its_sake: int = 0
+    functions: tuple[tuple[str, int], ...] = ()
+    rows: int = 0
+    piece: int = 0
+    launches: int = 1
+    workers: int = 1
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds for each unit of work of one kind of code.
+
+    launch: a call. The others are one worker's, while all are busy: memory, cache: a byte. column:
+    a byte of a column, more than that. row: the start of a row. functions: one of an element, more
+    than an addition.
+    """
+
+    launch: float
+    memory: float
+    cache: float
+    column: float
+    row: float
+    functions: tuple[tuple[str, float], ...]
+
+    def of(self, function: str) -> float:
+        """What a function costs."""
+        known = dict(self.functions)
+        return known.get(function, known.get(LIKE.get(function, ""), 0.0))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Costs of kernels of ours, and of Inductor's code."""
+
+    ours: Costs
+    theirs: Costs
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a decision depends on besides the region: the machine's caches, of which `private` are
+    a core's own, its threads, and what work costs on it; None where nobody has measured.
+    """
+
+    caches: Caches
+    private: int
+    threads: int
+    calibration: Calibration | None
+
+
+def parts(work: Work, costs: Costs) -> dict[str, float]:
+    """What a work's parts take, in seconds."""
+    shared = {
+        "memory": work.moved * costs.memory,
+        "for its sake": work.for_its_sake * costs.memory,
+        "cache": work.again * costs.cache,
+        "columns": work.columns * costs.column,
+        "functions": sum(count * costs.of(name) for name, count in work.functions),
+        "rows": work.rows * costs.row,
+    }
+    return {
+        "launches": work.launches * costs.launch,
+        **{part: seconds / work.workers for part, seconds in shared.items()},
+    }
+
+
+def seconds(work: Work, costs: Costs) -> float:
+    """What a work takes."""
+    return sum(parts(work, costs).values())
