@@ -1,12 +1,12 @@
 """What Inductor would do with a region's nodes on a CPU: its loops, and what they read and compute.
 
 Reductions and what has to be in memory get loops, and whatever pointwise leads to them is computed
-in each loop that needs it. A reduction's loops are over what it keeps, and inside over what it
+in each loop that needs it, unless it is dear and needed twice (`kept`). A reduction's loops are over what it keeps, and inside over what it
 reduces; those that keep the same axes share the outer loops (a group). So does a pointwise result
-made of theirs, where the loops over its own dimensions, outermost first, begin with the axes that
-the reductions keep: layer norm's forward is one group, and what it reads once more comes from
-cache. Batch norm's result is a group of its own, and so are sums over the outer axes (dgamma): they
-read their inputs again, and compute again what they are made of.
+made of theirs, where its own outermost loops are the reductions': layer norm's forward is one
+group, and what it reads once more comes from cache. Batch norm's result is a group of its own, and
+so are group norm's, whose weights tell examples from groups, and sums over the outer axes (dgamma):
+they read their inputs again, and compute again what they are made of.
 
     group r     sum[c](gw), sum[c](gw * x_hat)  inside: c
                 dx                              inside: c, from cache
@@ -30,7 +30,7 @@ from normpass.passes.sizes import nbytes
 from normpass.passes.vocabulary import COMPOSED, FUNCTIONS, REDUCTIONS, Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.fx import Node
 
@@ -47,6 +47,10 @@ LANES = 16
 # Reductions whose result is divided by a number of elements wherever it is used.
 DIVIDED = ("mean", "var", "var_mean")
 WELFORD = ("var", "var_mean")
+# What is made with one of these and used twice is kept in a buffer (ir.py: StorageBox), and so is
+# what reads more tensors than config.realize_reads_threshold.
+DEAR = frozenset({"exp", "log", "log1p", "sigmoid", "tanh"})
+MOST_READS = 4
 
 
 @dataclass
@@ -106,6 +110,21 @@ class _Inductor:
         self.order = _memory_order(lowered, self.extents)
         self.neighbours = self.innermost()
         self.level: dict[Node, int] = {}
+        self.kept: set[Node] = set()
+        self.placed: set[Node] = set()
+        for node in nodes:  # a later one is made of what was kept before
+            if self.is_kept(node):
+                self.kept.add(node)
+
+    def is_kept(self, node: Node) -> bool:
+        """Whether Inductor computes a pointwise value once, for several loops to read."""
+        if kind_of(node) is not Kind.POINTWISE or len(node.users) < 2:
+            return False
+        made = [node, *self.above(node)]
+        reads = sum(map(self.is_read, made))
+        return reads > MOST_READS or any(
+            function_of(each) in DEAR for each in made if not self.is_read(each)
+        )
 
     # ---- loops
 
@@ -134,42 +153,87 @@ class _Inductor:
             if kind_of(node) is Kind.REDUCTION:
                 kept = self.axes(node)
                 over = kept | {self.names[axis] for axis in reduced_axes(node, self.domain)}
-                before = [r for r in self.reductions(node) if self.axes(r) == kept]
-                self.level[node] = 1 + max((self.level[r] for r in before), default=-1)
-                found.setdefault(kept, _Group(kept)).add(self.level[node], over, node)
+                group = found.setdefault(kept, _Group(kept))
+                self.level[node] = self.after(node, kept)
+                group.add(self.level[node], over, node)
+                self.place_kept(node, group, self.level[node], over, alone)
             elif node in results and kind_of(node) is Kind.POINTWISE:
                 axes = self.axes(node)
                 group = self.joined(node, found) or alone.setdefault(axes, _Group(axes))
-                level = max((self.level[r] for r in self.reductions(node)), default=-1)
-                group.add(level + 1 if group.kept != axes else level, axes, node)
+                level = self.after(node, group.kept)
+                group.add(level, axes, node)
+                self.place_kept(node, group, level, axes, alone)
         return [*found.values(), *alone.values()]
+
+    def after(self, node: Node, kept: frozenset[str]) -> int:
+        """The place among a group's inner loops at which all that a node needs is there."""
+        needs = [self.level[each] + 1 for each in self.reductions(node) if self.axes(each) == kept]
+        needs += [self.level[each] for each in self.above(node) if each in self.placed]
+        return max(needs, default=0)
+
+    def place_kept(
+        self,
+        root: Node,
+        group: _Group,
+        level: int,
+        over: frozenset[str],
+        alone: dict[frozenset[str], _Group],
+    ) -> None:
+        """Gives kept values that a loop is the first to need a place there, or one of their own."""
+        for node in self.above(root):
+            if node not in self.kept or node in self.placed or node in self.outputs:
+                continue
+            axes = self.axes(node)
+            self.placed.add(node)
+            self.level[node] = level if axes == over else 0
+            home = group if axes == over else alone.setdefault(axes, _Group(axes))
+            home.add(self.level[node], axes, node)
+            self.place_kept(node, home, self.level[node], axes, alone)
 
     def joined(self, node: Node, found: Mapping[frozenset[str], _Group]) -> _Group | None:
         """The group whose outer loops a pointwise result shares."""
-        axes = self.axes(node)
-        for kept in {self.axes(r): None for r in self.reductions(node)}:
-            if axes == kept or (kept and kept in self.outer_loops(node)):
+        axes, own = self.axes(node), self.loops(node)
+        for reduction in self.reductions(node):
+            kept = self.axes(reduction)
+            outer = self.loops(reduction)
+            if axes == kept or (outer and own[: len(outer)] == outer):
                 return found[kept]
         return None
 
-    def outer_loops(self, node: Node) -> Iterator[frozenset[str]]:
-        """The axes of the outermost dimensions of a node, one dimension after the other."""
+    def loops(self, node: Node) -> list[frozenset[str]]:
+        """The axes of each loop over a node's elements, outermost first. Neighbouring dimensions
+        are one loop where no tensor that is read tells them apart.
+        """
         dims = [
             frozenset(self.names[axis] for axis in self.domain.resolve(dim))
             for dim in self.domain.dims[node]
         ]
-        outermost = sorted(
-            filter(None, dims), key=lambda dim: min(self.order.index(axis) for axis in dim)
-        )
-        for k in range(len(outermost)):
-            yield frozenset().union(*outermost[: k + 1])
+        place = self.order.index
+        outermost_first = sorted(filter(None, dims), key=lambda dim: min(map(place, dim)))
+        tensors = [self.axes(each) for each in self.above(node) if self.is_read(each)]
+        loops: list[frozenset[str]] = []
+        for dim in outermost_first:
+            if loops and all(bool(loops[-1] & axes) == bool(dim & axes) for axes in tensors):
+                dim |= loops.pop()
+            loops.append(dim)
+        return loops
+
+    def is_read(self, node: Node) -> bool:
+        """Whether a loop reads a node rather than computes it."""
+        return node not in self.inside or node in self.kept or kind_of(node) is Kind.REDUCTION
 
     def reductions(self, node: Node) -> list[Node]:
         """The reductions whose results a node is computed from, without one in between."""
-        return [each for each in self.above(node) if kind_of(each) is Kind.REDUCTION]
+        found: dict[Node, None] = {}
+        for each in self.above(node):
+            if each in self.kept:
+                found |= dict.fromkeys(self.reductions(each))
+            elif kind_of(each) is Kind.REDUCTION:
+                found[each] = None
+        return list(found)
 
     def above(self, node: Node) -> list[Node]:
-        """What a node is computed from in its own loop: up to reductions and tensors of others."""
+        """What a node is computed from in its own loop: up to what is read there."""
         found: dict[Node, None] = {}
         waiting = list(node.all_input_nodes)
         while waiting:
@@ -177,7 +241,7 @@ class _Inductor:
             if each in found or not isinstance(each.meta.get("val"), torch.Tensor | tuple | list):
                 continue
             found[each] = None
-            if each in self.inside and kind_of(each) is not Kind.REDUCTION:
+            if not self.is_read(each):
                 waiting += each.all_input_nodes
         return list(found)
 
@@ -194,16 +258,15 @@ class _Inductor:
         loops = [(group, loop) for group in groups for loop in group.in_order()]
         elements = max((self.elements(loop.axes) for _, loop in loops), default=0)
         threads = self.conditions.threads
-        written = sum(nbytes(node) for node in self.outputs)
-        read, again, columns, passes = counted.read, counted.again, counted.columns, counted.passes
+        read, written = counted.read, counted.written
         if read + written > threads * self.conditions.private:
             read += written  # a line is read before it is overwritten
         return Work(
             read,
             written,
-            passes,
-            again=again,
-            columns=columns,
+            counted.passes,
+            again=counted.again,
+            columns=counted.columns,
             functions=tuple(sorted(functions.items())),
             rows=sum(self.rows(loop) for _, loop in loops),
             launches=len(groups),
@@ -216,7 +279,12 @@ class _Inductor:
 
     def functions(self, loop: _Loop) -> dict[str, int]:
         """How often each function is computed in a loop."""
-        within = dict.fromkeys(node for root in loop.roots for node in (root, *self.above(root)))
+        within = dict.fromkeys(
+            node
+            for root in loop.roots
+            for node in (root, *self.above(root))
+            if node in loop.roots or node not in self.kept
+        )
         made = [x for x in within if x not in self.inside and only_computed_for(x, self.inside)]
         within |= dict.fromkeys(node for x in made for node in sources(x, self.inside).computed)
         count: dict[str, int] = {}
@@ -253,7 +321,9 @@ class _Counted:
 
     def __init__(self, inductor: _Inductor, groups: Sequence[_Group]) -> None:
         self.inductor = inductor
+        self.groups = groups
         self.read = self.again = self.columns = 0
+        self.written = sum(map(nbytes, inductor.outputs))
         self.sweeps: dict[Node, int] = {}
         tensors = {x for g in groups for loop in g.in_order() for x in self.tensors(loop)}
         everything = sum(map(nbytes, {*tensors, *inductor.outputs}))
@@ -282,6 +352,23 @@ class _Counted:
                 if self.is_column(group, loop, tensor):
                     self.columns += size
                 touched.add(tensor)
+            for root in loop.roots:
+                if root in self.inductor.kept:
+                    touched.add(root)
+                    self.store(root, group, fits)
+
+    def store(self, kept: Node, group: _Group, fits: bool) -> None:
+        """Counts what is written of a kept value: to cache, if only its own group reads it."""
+        if kept in self.inductor.outputs:
+            return
+        if fits and not self.read_elsewhere(kept, group):
+            self.again += nbytes(kept)
+        else:
+            self.written += nbytes(kept)
+
+    def read_elsewhere(self, kept: Node, group: _Group) -> bool:
+        others = (loop for other in self.groups if other is not group for loop in other.in_order())
+        return any(kept in self.tensors(loop) for loop in others)
 
     def tensors(self, loop: _Loop) -> list[Node]:
         """What a loop reads: what others have in memory, or are made of that."""
@@ -290,11 +377,11 @@ class _Counted:
             x: None
             for root in loop.roots
             for x in inductor.above(root)
-            if x not in inductor.inside and isinstance(x.meta["val"], torch.Tensor)
+            if x not in inductor.inside or (x in inductor.kept and x not in loop.roots)
         }
         found: dict[Node, None] = {}
         for x in outside:
-            made = only_computed_for(x, inductor.inside)
+            made = x not in inductor.inside and only_computed_for(x, inductor.inside)
             found |= dict.fromkeys(sources(x, inductor.inside).read if made else [x])
         return list(found)
 

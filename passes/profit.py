@@ -161,8 +161,10 @@ def more_functions(ours: Work, theirs: Work, calibration: Calibration) -> str:
     before = dict(theirs.functions)
     name, count = max(
         ours.functions,
-        key=lambda each: each[1] * calibration.ours.of(each[0])
-        - before.get(each[0], 0) * calibration.theirs.of(each[0]),
+        key=lambda each: (
+            each[1] * calibration.ours.of(each[0])
+            - before.get(each[0], 0) * calibration.theirs.of(each[0])
+        ),
     )
     return f"more functions: {name} {count} times, where Inductor needs {before.get(name, 0)}"
 

@@ -1,0 +1,245 @@
+"""`normpass bench --calibrate`: what work costs on this machine, for passes/cost.py.
+
+Small loops of both kinds, kernels of ours and Inductor's code, in alternation. Each constant is the
+difference of two times that differ by what it stands for: an exponential more, or as many elements
+in more rows. All but the start of a call and memory is measured where data lies in cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+
+from normpass.backend import calibration
+from normpass.backend.caches import caches_of, private_cache
+from normpass.benchmarks.measure import interleave
+from normpass.passes.cost import Calibration, Costs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rich.console import Console
+    from torch import Tensor
+
+REPEATS = 15
+# Enough for every worker, and little enough for its own cache.
+ROWS, WIDTH = 512, 256
+# So many elements in rows of so few.
+NARROW = 32
+# As many rows for a column's sum.
+TALL, ACROSS = 2048, 256
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "log": torch.log,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sigmoid": torch.sigmoid,
+    "sin": torch.sin,
+    "pow": lambda x: x.pow(1.7),
+    "div": lambda x: 3.0 / x,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+}
+# The same in a region's words.
+CALLS = {
+    **{name: f"{name}(x)" for name in FUNCTIONS},
+    "pow": "pow(x, 1.7)",
+    "div": "div(3.0, x)",
+}
+PLAIN = "mul(x, 1.5)"
+
+
+def pointwise(name: str, call: str) -> str:
+    """A region of one function."""
+    return "\n".join(
+        (
+            f"region calibrate_{name}",
+            f"axes    r=? c={WIDTH}",
+            f"input   x: f32[r c]",
+            f"y       = {call}",
+            "output  y0: f32[r c] = y",
+        )
+    )
+
+
+def centred(width: int) -> str:
+    """A region that reads its rows twice: x - amax(x)."""
+    return "\n".join(
+        (
+            "region calibrate_rows",
+            f"axes    r=? c={width}",
+            "input   x: f32[r c]",
+            "amax    = amax[c](x)",
+            "y       = sub(x, amax)",
+            "output  y0: f32[r c] = y",
+        )
+    )
+
+
+def minus_largest(x: Tensor) -> Tensor:
+    return x - x.amax(-1, keepdim=True)
+
+
+def times(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Medians of each step, in alternation."""
+    return {name: timing.median for name, timing in interleave(steps, REPEATS, "cpu").items()}
+
+
+def our_steps() -> dict[str, Callable[[], object]]:
+    """Kernels of ours; all of them compile at once."""
+    from normpass.backend.runtime import CallSite, kernel
+
+    def step(text: str, x: Tensor) -> Callable[[], object]:
+        kernel(text)
+        site = CallSite()
+        return lambda: site([x], [x.shape[0]], text)
+
+    x = positive(ROWS, WIDTH)
+    steps = {name: step(pointwise(name, call), x) for name, call in CALLS.items()}
+    steps["plain"] = step(pointwise("plain", PLAIN), x)
+    steps["half"] = step(pointwise("plain", PLAIN), positive(ROWS // 2, WIDTH))
+    steps["wide"] = step(centred(WIDTH), x)
+    steps["narrow"] = step(centred(NARROW), x.view(-1, NARROW))
+    return steps
+
+
+def their_steps() -> dict[str, Callable[[], object]]:
+    """The same compiled by stock Inductor, and a sum over rows, a sum over columns, a variance."""
+    x = positive(ROWS, WIDTH)
+    narrow, tall = x.view(-1, NARROW), positive(TALL, ACROSS)
+
+    def step(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+        compiled: Any = torch.compile(function, backend="inductor", dynamic=False)
+        compiled(x)
+        return lambda: compiled(x)
+
+    steps = {name: step(function, x) for name, function in FUNCTIONS.items()}
+    steps["nothing"] = step(lambda x: x.view(-1), x)
+    steps["plain"] = step(lambda x: x * 1.5, x)
+    steps["half"] = step(lambda x: x * 1.5, positive(ROWS // 2, WIDTH))
+    steps["wide"] = step(minus_largest, x)
+    steps["narrow"] = step(minus_largest, narrow)
+    steps["sum"] = step(lambda x: x.sum(-1), tall)
+    steps["columns"] = step(lambda x: x.sum(0), tall)
+    steps["summed"] = step(lambda x: x.sum(-1), x)
+    steps["variance"] = step(lambda x: x.var(-1, correction=0), x)
+    return steps
+
+
+def positive(*shape: int) -> Tensor:
+    """Numbers that every function takes."""
+    return torch.rand(shape) + 0.5
+
+
+def machine_steps() -> dict[str, Callable[[], object]]:
+    """Memory and cache, by additions into memory that is there."""
+
+    def step(elements: int) -> Callable[[], object]:
+        x, y, z = (positive(elements) for _ in range(3))
+        return lambda: torch.add(x, y, out=z)
+
+    near = elements_near()
+    return {"memory": step(elements_far()), "cache": step(2 * near), "half the cache": step(near)}
+
+
+def elements_far() -> int:
+    """So many that no cache holds them."""
+    return max(8 * 1024 * 1024, caches_of("cpu").shared)
+
+
+def elements_near() -> int:
+    """So many that three tensors of twice as many stay in the workers' own caches."""
+    return torch.get_num_threads() * private_cache() // 32
+
+
+def costs(
+    found: Mapping[str, float], others: Mapping[str, float], threads: int, nothing: float
+) -> Costs:
+    """Costs of one kind of code. found: times of its steps. others: of the machine's and Inductor's
+    own. nothing: what a step takes that does nothing.
+    """
+    elements = ROWS * WIDTH
+
+    def more(name: str, than: str, count: float, where: Mapping[str, float] = found) -> float:
+        """Seconds of one worker for each of so many, by which one step is slower."""
+        return max(0.0, where[name] - where[than]) * threads / count
+
+    functions = {name: more(name, "plain", elements) for name in FUNCTIONS}
+    if "variance" in found:
+        functions["welford"] = more("variance", "summed", elements)
+    near = 3 * 4 * others["elements near"]
+    return Costs(
+        launch=max(0.0, 2 * found["half"] - found["plain"] - nothing),
+        memory=others["memory"] * threads / (4 * 4 * others["elements far"]),
+        cache=more("cache", "half the cache", near, others),
+        column=more("columns", "sum", 4 * TALL * ACROSS) if "columns" in found else 0.0,
+        row=more("narrow", "wide", 2 * (elements // NARROW - ROWS)),
+        functions=tuple(functions.items()),
+    )
+
+
+def measure() -> Calibration:
+    """This machine's."""
+    threads = torch.get_num_threads()
+    ours, theirs = our_steps(), their_steps()
+    for step in (*ours.values(), *theirs.values()):
+        step()
+    machine = times(machine_steps())
+    machine |= {"elements far": elements_far(), "elements near": elements_near()}
+    both = times(
+        {f"our {name}": step for name, step in ours.items()}
+        | {f"their {name}": step for name, step in theirs.items()}
+    )
+    one, other = (
+        {name.removeprefix(side): time for name, time in both.items() if name.startswith(side)}
+        for side in ("our ", "their ")
+    )
+    return Calibration(
+        costs(one, machine, threads, 0.0), costs(other, machine, threads, other["nothing"])
+    )
+
+
+def table(measured: Calibration) -> Table:
+    """What was measured beside what is shipped."""
+    rows = Table(title="seconds of one worker; shipped in parentheses")
+    for heading, justify in (("", "left"), ("ours", "right"), ("Inductor's", "right")):
+        rows.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    both = [(flat(measured.ours), flat(calibration.SHIPPED.ours))]
+    both += [(flat(measured.theirs), flat(calibration.SHIPPED.theirs))]
+    for name, (unit, scale) in UNITS.items():
+        cells = [f"{new[name] * scale:.3g} ({old[name] * scale:.3g}) {unit}" for new, old in both]
+        rows.add_row(name, *cells)
+    for name in dict(measured.theirs.functions):
+        cells = [
+            f"{new.get(name, 0) * 1e9:.3g} ({old.get(name, 0) * 1e9:.3g}) ns" for new, old in both
+        ]
+        rows.add_row(name, *cells)
+    return rows
+
+
+UNITS = {
+    "launch": ("us", 1e6),
+    "memory": ("ns/kB", 1e12),
+    "cache": ("ns/kB", 1e12),
+    "column": ("ns/kB", 1e12),
+    "row": ("ns", 1e9),
+}
+
+
+def flat(costs: Costs) -> dict[str, float]:
+    """Every constant by its name."""
+    return {**asdict(costs), **dict(costs.functions)}
+
+
+def run(console: Console) -> int:
+    """Measures, prints and saves."""
+    measured = measure()
+    file = calibration.path()
+    calibration.save(measured, file)
+    console.print(table(measured))
+    console.print(f"saved {file}")
+    return 0
