@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from normpass.backend.caches import caches_of, private_cache
-from normpass.passes.cost import Conditions, Calibration, Costs
+from normpass.passes.cost import Calibration, Conditions, Costs
 
 log = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ def pointwise(name: str, call: str) -> str:
         (
             f"region calibrate_{name}",
             f"axes    r=? c={WIDTH}",
-            f"input   x: f32[r c]",
+            "input   x: f32[r c]",
             f"y       = {call}",
             "output  y0: f32[r c] = y",
         )

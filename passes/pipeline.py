@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from normpass.passes import faults, names
 from normpass.passes.copies import copy_inputs, take_back
 from normpass.passes.cost import Conditions, Work
-from normpass.passes.inductor_loops import theirs
+from normpass.passes.inductor_work import theirs
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.noops import remove_noops
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
