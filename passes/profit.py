@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from normpass.passes.cost import parts
+from normpass.passes.cost import parts, seconds
 from normpass.passes.made import only_computed_for, sources
 from normpass.passes.rewrite import locate
 from normpass.passes.sizes import hint, human, nbytes
@@ -92,7 +92,10 @@ def refusal(
     if device not in DEVICES:
         return f"no kernels for {device} tensors (expected cpu or cuda)"
     if least_bytes is None and conditions and conditions.calibration:
-        return slower(estimate, kernel(), inductor(conditions), conditions.calibration)
+        theirs, costs = inductor(conditions), conditions.calibration
+        if seconds(theirs, costs.theirs) <= costs.ours.launch:
+            return too_small(least, None)
+        return slower(estimate, kernel(), theirs, costs)
     floor = UNMEASURED_LEAST_BYTES if least_bytes is None else least_bytes
     if least < floor:
         return f"too small: it moves {human(least)}, a kernel of its own pays from {human(floor)}"
@@ -136,7 +139,7 @@ def slower(estimate: Estimate, ours: Work, theirs: Work, calibration: Calibratio
 
 def too_small(size: int, enough: float | None) -> str:
     if enough is None:
-        return f"too small: it moves {human(size)}, and a call costs more than it saves"
+        return f"too small: it moves {human(size)}, where a call costs more than it saves"
     return f"too small: it moves {human(size)}, a kernel of its own pays from {human(int(enough))}"
 
 
