@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from normpass.passes.cost import Caches
+
 # Where nobody tells: a second-level cache of a core, a last-level cache, a multiprocessor's memory.
 USUAL_PRIVATE = 1024 * 1024
 USUAL_LAST = 32 * 1024 * 1024
 MULTIPROCESSOR = 228 * 1024
-
-
-@dataclass(frozen=True)
-class Caches:
-    """Bytes that stay within reach: of one worker inside the parallel loop, and of all together."""
-
-    worker: int
-    shared: int
 
 
 @cache

@@ -35,7 +35,7 @@ from normpass.backend import (
     rest,
     toolchain,
 )
-from normpass.backend.caches import caches_of
+from normpass.backend.calibration import conditions_of
 from normpass.backend.memory_format import as_expected
 from normpass.backend.mutated import constant_inputs
 from normpass.backend.op import print_for, region_op
@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule
 
+    from normpass.passes.cost import Work
     from normpass.passes.lower import Lowered
-    from normpass.passes.profit import Estimate, Traffic
+    from normpass.passes.profit import Estimate
 
 log = logging.getLogger(__name__)
 
@@ -174,9 +175,9 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor's cache knows this pass by: our sources, the options, what is mended in
-        Inductor, and the processor's caches and vendor, on which decisions and plans depend (what
-        GPU there is, Inductor's key says). None, so no caching, if a pass before ours has no
-        identity.
+        Inductor, and what decisions and plans depend on: the processor's caches and vendor, threads
+        and the calibration in force (what GPU there is, Inductor's key says). None, so no caching,
+        if a pass before ours has no identity.
         """
         others = [
             other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
@@ -184,7 +185,7 @@ class _Pass(CustomGraphPass):
         if None in others:
             return None
         # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
-        machine = caches_of("cpu"), gemm.is_faster()
+        machine = conditions_of("cpu"), gemm.is_faster()
         parts = source_digest(), self.settings, is_registered(), machine, others
         return f"normpass {parts} {inductor_mistakes.key()}"
 
@@ -222,6 +223,7 @@ class FusionPass(_Pass):
             least_bytes=self.settings.least_bytes,
             lay_out=self._lay_out(graph),
             kernel=_kernel,
+            conditions=conditions_of,
             missing=self._missing,
             rounded=self.settings.inner == "inductor" and inductor_call.rounds_everywhere(),
         )
@@ -275,14 +277,19 @@ def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
             )
     fused = torch.fx.GraphModule(gm, deepcopy(gm.graph))
     decisions = fuse_graph(
-        fused.graph, region_op, least_bytes=least_bytes, kernel=_kernel, missing=_missing
+        fused.graph,
+        region_op,
+        least_bytes=least_bytes,
+        kernel=_kernel,
+        conditions=conditions_of,
+        missing=_missing,
     )
     record.decisions(decisions)
     fused.recompile()
     return fused
 
 
-def _kernel(lowered: Lowered, estimate: Estimate) -> Traffic:
+def _kernel(lowered: Lowered, estimate: Estimate) -> Work:
     """What the kernel of a region would do."""
     return traffic(str(lowered.region), estimate.sizes, lowered.device)
 

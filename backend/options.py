@@ -26,8 +26,8 @@ class Options:
     least_bytes: int | None = field(
         default=None,
         metadata={
-            "help": "regions that move fewer bytes stay with Inductor; None for the measured "
-            "default of the device (backend/options.py and passes/profit.py)"
+            "help": "regions that move fewer bytes stay with Inductor, and all others are fused "
+            "that need no more passes; None for those that are estimated to be faster"
         },
     )
     recompute: bool | None = field(

@@ -26,7 +26,6 @@ import sympy
 from normpass.backend.axes import local_axes
 from normpass.backend.pointwise import truth_values
 from normpass.backend.tree import Access, LoopAxis
-from normpass.passes.profit import SHORT_PIECE
 from normpass.passes.region import EXPAND, REGROUP, Op, Output, Region
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
     from normpass.passes.region import Arg, Buffer
 
+# Pieces of this many elements are lanes enough.
+SHORT_PIECE = 256
 # The arrays of all channels are to stay in a core's first-level cache.
 MOST_LANES = 4096
 

@@ -1,11 +1,11 @@
-"""What a kernel moves through memory, read off its plan.
+"""What a kernel does, read off its plan: what it moves through memory, and what it computes.
 
 The rule. A tensor's first sweep comes from memory. A later phase of the same loop body that reads
 it again finds it in cache if all that the phases in between touch, with the loops around that body
 standing still, fits there; otherwise that is another sweep. In the same way a tensor that does not
 vary along a loop (a weight, from row to row) is read anew in each iteration if an iteration
-touches more than the cache holds. Writes go to memory once; partial sums are small and not
-counted.
+touches more than the cache holds. Writes go to memory once. What is read again from cache counts
+as such, and so do arrays of kept values and partial sums, which are written and read there.
 
 So layer norm's backward is one pass over memory as long as a row of all its tensors stays in a
 worker's cache, and batch norm's backward over rows in memory order is two, unless the whole tensor
@@ -14,45 +14,124 @@ does.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import sympy
 
-from normpass.backend.caches import Caches, caches_of
+from normpass.backend.calibration import conditions_of
 from normpass.backend.plan import make_plan
-from normpass.backend.tree import CPU, GPU, Access, Load, Loop, Node, Store
-from normpass.passes.profit import Traffic
-from normpass.passes.region import parse, product
+from normpass.backend.runtime import ELEMENTS_PER_WORKER
+from normpass.backend.tree import (
+    CPU,
+    GPU,
+    Access,
+    Compute,
+    Finish,
+    Keep,
+    Leaf,
+    Load,
+    Loop,
+    Node,
+    Plan,
+    Recall,
+    Regroup,
+    Store,
+)
+from normpass.passes.cost import PRICED, Work
+from normpass.passes.region import REGROUP, parse, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from normpass.passes.cost import Caches, Conditions
 
-def traffic(text: str, sizes: Sequence[int], device: str, caches: Caches | None = None) -> Traffic:
-    """What the kernel of a region moves.
 
-    text: the region's. sizes: its run-time sizes, in order. device: "cpu" or "cuda". caches: those
-    of this machine if None.
+def traffic(
+    text: str, sizes: Sequence[int], device: str, conditions: Conditions | None = None
+) -> Work:
+    """What the kernel of a region does.
+
+    text: the region's. sizes: its run-time sizes, in order. device: "cpu" or "cuda". conditions:
+    those of this machine if None.
     """
+    conditions = conditions or conditions_of(device)
     region = parse(text)
     plan = make_plan(region, GPU if device == "cuda" else CPU)
     extents = region.extents(sizes)
     symbols = {sympy.Symbol(k, integer=True, positive=True): v for k, v in extents.items()}
-    sweeps = _Sweeps(
-        {axis.name: int(axis.extent.subs(symbols)) for axis in plan.axes},
-        caches or caches_of(device),
-    )
+    lengths = {axis.name: int(axis.extent.subs(symbols)) for axis in plan.axes}
+    sweeps = _Sweeps(lengths, conditions.caches)
     counts = sweeps.of(plan.body, frozenset())
     loaded = {node.access.buffer.name: node.access for node in _leaves(plan.body, Load)}
     stored = {node.access.buffer.name: node.access for node in _leaves(plan.body, Store)}
     whole = {name: sweeps.bytes(access, frozenset()) for name, access in loaded.items()}
     largest = max(whole.values(), default=0)
-    return Traffic(
+    done = _Done(plan, lengths)
+    workers = max(1, min(conditions.threads, done.elements // ELEMENTS_PER_WORKER))
+    return Work(
         sum(whole[name] * counts[name] for name in loaded),
         sum(sweeps.bytes(access, frozenset()) for access in stored.values()),
         max((counts[name] for name in loaded if whole[name] == largest), default=1),
-        plan.axis[plan.vector].hint if plan.vector in plan.local and len(plan.local) > 1 else 0,
+        again=sum(whole[name] * max(0, done.loads[name] - counts[name]) for name in loaded)
+        + done.array_bytes(workers),
+        functions=tuple(sorted(done.functions.items())),
+        rows=done.rows,
+        regrouped=done.regrouped,
+        piece=lengths[plan.vector],
+        workers=workers,
     )
+
+
+class _Done:
+    """What a plan's loops do, counted while they are walked through.
+
+    loads: in how many phases each tensor is read. functions: how often each is computed. rows: how
+    often a loop over lanes begins. kept: elements of arrays that are written or read. partial:
+    elements of one worker's sums for all. regrouped: elements that are gone through one by one, by
+    other axes than the lanes'.
+    """
+
+    def __init__(self, plan: Plan, lengths: Mapping[str, int]) -> None:
+        self.plan = plan
+        self.lengths = lengths
+        self.regroups = any(op.fn == REGROUP for op in plan.region.ops)
+        self.elements = product(lengths[axis.name] for axis in plan.axes)
+        self.loads: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
+        self.rows = self.kept = self.partial = self.regrouped = 0
+        self.walk(plan.body, 1, lanes=False)
+
+    def walk(self, body: Sequence[Node], times: int, *, lanes: bool) -> None:
+        for node in body:
+            if isinstance(node, Loop):
+                along = node.axis.name == self.plan.vector
+                self.rows += times * along
+                self.walk(node.body, times * self.lengths[node.axis.name], lanes=lanes or along)
+            else:
+                self.leaf(node, times)
+                by_others = isinstance(node, Keep | Regroup) and self.regroups and not lanes
+                self.regrouped += times * by_others
+
+    def leaf(self, node: Leaf, times: int) -> None:
+        match node:
+            case Load(access):
+                self.loads[access.buffer.name] += 1
+            case Compute(op) if op.fn in PRICED:
+                self.functions[op.fn] += times
+            case Keep(value) | Recall(value):
+                self.kept += min(times, self.size(value))
+            case Finish(accumulator) if accumulator.shared:
+                self.partial += product(self.lengths[axis] for axis in accumulator.axes)
+
+    def size(self, value: str) -> int:
+        """Elements of a value. What is read for each row again stays near."""
+        return product(self.lengths[axis] for axis in self.plan.region.varies[value])
+
+    def array_bytes(self, workers: int) -> int:
+        """Of kept values, and of every worker's partial sums, which are written and read."""
+        itemsize = self.plan.region.compute_dtype.itemsize
+        return (self.kept + 2 * workers * self.partial) * itemsize
 
 
 class _Sweeps:

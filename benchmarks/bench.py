@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from normpass.benchmarks import compile_time, model_steps, vmap
+from normpass.benchmarks import calibrate, compile_time, model_steps, vmap
 from normpass.benchmarks.cases import (
     DTYPES,
     NORMS,
@@ -213,6 +213,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="vmap(grad(batch_norm)) under Inductor instead, time and memory with normpass's rules "
         f"registered against without; --shape is VxNxCxHxW, {spell(vmap.SHAPE)}",
     )
+    group.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="what work costs on this machine instead: decides which norms are fused from now on",
+    )
     parser.add_argument(
         "--registered",
         action="store_true",
@@ -230,6 +235,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 # What is measured instead of single norms, and which choices each has.
 INSTEAD: dict[str, tuple[str, ...]] = {
     "compile_time": (),
+    "calibrate": (),
     "vmap": ("shape",),
     "models": ("dtype", "format", "tiny"),
 }
@@ -285,6 +291,8 @@ def instead(args: argparse.Namespace, console: Console) -> int:
     """The measurements that are not of single norms."""
     if args.models is not None:
         return model_steps.run(args, console)
+    if args.calibrate:
+        return calibrate.run(console)
     if args.vmap:
         shape = args.shape[0] if args.shape else vmap.SHAPE
         repeats = args.repeats or vmap.REPEATS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.passes.profit import is_loop, only_computed_for
+from normpass.passes.made import is_loop, only_computed_for
 from normpass.passes.regions import fusable
 from normpass.passes.sizes import nbytes
 from normpass.passes.vocabulary import CHEAP, Kind, kind_of

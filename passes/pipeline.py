@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from normpass.passes import faults, names
 from normpass.passes.copies import copy_inputs, take_back
+from normpass.passes.cost import Conditions, Work
 from normpass.passes.hoist import left_outside
+from normpass.passes.inductor_work import theirs
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.noops import remove_noops
-from normpass.passes.profit import Estimate, Traffic, estimate, has_inner_reduction, refusal
+from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
 from normpass.passes.shrink import MOST_TRIES, Fault, left_out, with_what_feeds_it
@@ -64,8 +67,9 @@ class Refused:
 
 Decision = Fused | Refused
 LayOut = Callable[[Lowered], Lowered]
-Kernel = Callable[[Lowered, Estimate], Traffic]
+Kernel = Callable[[Lowered, Estimate], Work]
 Missing = Callable[[Lowered], "str | None"]
+Here = Callable[[str], "Conditions | None"]
 
 
 def fuse_graph(
@@ -74,7 +78,8 @@ def fuse_graph(
     *,
     least_bytes: int | None = None,
     lay_out: LayOut = lambda lowered: lowered,
-    kernel: Kernel = lambda lowered, cost: Traffic(cost.least, 0, passes=1),
+    kernel: Kernel = lambda lowered, cost: Work(cost.least, 0),
+    conditions: Here = lambda device: None,
     missing: Missing = lambda lowered: None,
     rounded: bool = False,
 ) -> list[Decision]:
@@ -83,12 +88,14 @@ def fuse_graph(
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
     device. lay_out: the region with its tensors laid out as the backend will have them. kernel:
-    what the backend's kernel for a region would do. missing: why the backend has none, or None.
+    what the backend's kernel for a region would do. conditions: of a
+    device, by which that is compared with what Inductor would do; None where nothing was measured.
+    missing: why the backend has none, or None.
     rounded: whether results in half precision are rounded where they arise, as in eager mode, or
     only where they are stored.
     """
     decisions: list[Decision] = []
-    judge = Judge(graph, op, least_bytes, lay_out, kernel, missing, rounded)
+    judge = Judge(graph, op, least_bytes, lay_out, kernel, conditions, missing, rounded)
     try:
         _fuse_all(graph, judge, decisions)
     except Exception as error:  # a fault of ours, of whatever kind, must not cost a user's run
@@ -239,6 +246,7 @@ class Judge:
     least_bytes: int | None
     lay_out: LayOut
     kernel: Kernel
+    conditions: Here
     missing: Missing
     rounded: bool
 
@@ -262,11 +270,13 @@ class Judge:
             attempt.stage = "weighing"
             cost = estimate(lowered, nodes)
 
-            def planned() -> Traffic:
+            def planned() -> Work:
                 attempt.stage = "planning the kernel"
                 return self.kernel(lowered, cost)
 
-            reason = refusal(lowered, cost, planned, least_bytes=self.least_bytes)
+            stock = partial(theirs, nodes, grown.domain, lowered, cost.sizes)
+            here = self.conditions(lowered.device)
+            reason = refusal(lowered, cost, planned, stock, here, least_bytes=self.least_bytes)
             fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
             if reason is None:
                 attempt.stage = "planning the kernel"

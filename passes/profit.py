@@ -4,52 +4,29 @@ with the same nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
+from normpass.passes.cost import parts, seconds
+from normpass.passes.made import is_truth, only_computed_for, sharers, sources
 from normpass.passes.rewrite import locate
-from normpass.passes.sizes import hint, human, nbytes
-from normpass.passes.vocabulary import IDENTITY, VIEWS, Kind, kind_of, step_of_sum
+from normpass.passes.sizes import elements, hint, human, nbytes
+from normpass.passes.vocabulary import Kind, kind_of, step_of_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.fx import Node
 
+    from normpass.passes.cost import Calibration, Conditions, Work
     from normpass.passes.lower import Lowered
 
-# Calling a kernel of ours costs what moving about this many bytes does: smaller regions stay with
-# Inductor. Measured on a CPU with layer norm and softmax, forward and backward, float32 and
-# bfloat16, against Inductor's kernels: 0.8x to 1.1x as fast at 0.8 to 1.5 MB, as fast or faster
-# from 2 MiB.
-LEAST_BYTES = {"cpu": 2 * 1024 * 1024, "cuda": 4 * 1024 * 1024}
-
-
-# What fusing saves is seldom more than this part of what is moved at least: so much may at most be
-# moved for the region's sake alone.
-MOST_FOR_ITS_SAKE = 0.1
-# Rows in pieces shorter than this leave lanes idle and loops short: a ResNet's step on images of
-# 8x8 pixels took 1.09x Inductor's with its batch norms fused.
-SHORT_PIECE = 256
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a kernel moves. read, written: bytes from and to memory. passes: how often it goes over
-    its largest input. piece: how many elements lie together where rows come in pieces; 0 where they
-    do not.
-    """
-
-    read: int
-    written: int
-    passes: int
-    piece: int = 0
-
-    @property
-    def moved(self) -> int:
-        return self.read + self.written
+DEVICES = ("cpu", "cuda")
+# Where nothing was measured: smaller regions stay with Inductor, and so do those for whose sake
+# alone more than this part of what they move at least would be moved.
+UNMEASURED_LEAST_BYTES = 4 * 1024 * 1024
+UNMEASURED_MOST_FOR_ITS_SAKE = 0.1
 
 
 @dataclass(frozen=True)
@@ -59,13 +36,17 @@ class Estimate:
     least: every input read once, every output written once. What a kernel really moves depends on
     its plan: backend/traffic.py. levels: how many reductions wait for one another. sizes: the
     region's run-time sizes in the example. for_its_sake: what Inductor would compute where it is
-    used, and has to write and the region to read. written: the names of those inputs.
+    used, and has to write and the region to read. written: the names of those inputs. made: what is
+    moved to make them, and truths: truth values among it; of what others need too, a region's
+    share.
     """
 
     least: int
     levels: int
     sizes: tuple[int, ...]
     for_its_sake: int = 0
+    made: int = 0
+    truths: int = 0
     written: tuple[str, ...] = ()
 
 
@@ -75,27 +56,18 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     measures = [locate(size, lowered.inputs) for size in lowered.sizes]
     sizes = tuple(hint(measure.value) // measure.divisor for measure in measures)
     inside = set(nodes)
-    written = [x for x in lowered.inputs if only_computed_for(x, inside)]
-    for_its_sake = sum(2 * nbytes(x) for x in written)
-    return Estimate(least, levels(nodes), sizes, for_its_sake, tuple(x.name for x in written))
-
-
-def only_computed_for(node: Node, inside: Container[Node]) -> bool:
-    """Whether a region's input is pointwise and needed by nothing that would have it in memory."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    return is_loop(node) and all(_reads_in_a_loop(user, inside) for user in node.users)
-
-
-def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
-    if user.target in VIEWS:
-        return all(_reads_in_a_loop(each, inside) for each in user.users)
-    return user in inside or is_loop(user) or kind_of(user) is Kind.REDUCTION
-
-
-def is_loop(node: Node) -> bool:
-    """Whether Inductor computes a node where it is used, or in one loop with what uses it."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in IDENTITY
+    made = [x for x in lowered.inputs if only_computed_for(x, inside)]
+    of = {node for x in made for node in sources(x, inside).read}
+    return Estimate(
+        least,
+        levels(nodes),
+        sizes,
+        for_its_sake=sum(2 * nbytes(x) for x in made),
+        # A line is read before it is overwritten.
+        made=sum(2 * nbytes(x) // sharers(x, inside) for x in made) + sum(map(nbytes, of)),
+        truths=sum(elements(x) // sharers(x, inside) for x in made if is_truth(x)),
+        written=tuple(x.name for x in made),
+    )
 
 
 def levels(nodes: Sequence[Node]) -> int:
@@ -111,38 +83,100 @@ def levels(nodes: Sequence[Node]) -> int:
 def refusal(
     lowered: Lowered,
     estimate: Estimate,
-    kernel: Callable[[], Traffic],
+    kernel: Callable[[], Work],
+    inductor: Callable[[Conditions], Work],
+    conditions: Conditions | None,
     *,
     least_bytes: int | None = None,
 ) -> str | None:
     """Why a region stays with Inductor, or None if it does not.
 
-    kernel: what a kernel of its own would do, asked for when nothing cheaper decides. least_bytes:
-    of the user, who wants all that moves so much fused where no more passes are needed; None for
-    what was measured to pay.
+    kernel, inductor: what a kernel of its own would do, and Inductor with the same nodes, asked for
+    when nothing cheaper decides. conditions: what that is compared by. least_bytes: of the user,
+    who wants all that moves so much fused where no more passes are needed; None for what is faster.
     """
-    device = lowered.device
-    floor = LEAST_BYTES.get(device) if least_bytes is None else least_bytes
-    least, for_its_sake = estimate.least, estimate.for_its_sake
-    if floor is None:
+    device, least = lowered.device, estimate.least
+    if device not in DEVICES:
         return f"no kernels for {device} tensors (expected cpu or cuda)"
+    if least_bytes is None and conditions and conditions.calibration:
+        theirs, costs = inductor(conditions), conditions.calibration
+        if seconds(theirs, costs.theirs) <= costs.ours.launch:
+            return too_small(least, None)
+        return slower(estimate, kernel(), theirs, costs)
+    floor = UNMEASURED_LEAST_BYTES if least_bytes is None else least_bytes
     if least < floor:
         return f"too small: it moves {human(least)}, a kernel of its own pays from {human(floor)}"
-    if least_bytes is None and for_its_sake > MOST_FOR_ITS_SAKE * least:
-        return (
-            f"more memory: {human(for_its_sake)} of {human(least)} would hold what Inductor "
-            "computes where it is used"
-        )
-    moves = kernel()
-    if least_bytes is None and device == "cpu" and 0 < moves.piece < SHORT_PIECE:
-        return (
-            f"short rows: they lie in pieces of {moves.piece} elements, a kernel of its own pays "
-            f"from {SHORT_PIECE}"
-        )
-    if moves.passes > estimate.levels + 1:
-        needed = estimate.levels + 1
-        return f"more passes: {moves.passes} over memory, where Inductor needs {needed}"
-    return None
+    sake = estimate.for_its_sake
+    if least_bytes is None and sake > UNMEASURED_MOST_FOR_ITS_SAKE * least:
+        return more_memory(estimate)
+    passes, needed = kernel().passes, estimate.levels + 1
+    return more_passes(passes, needed) if passes > needed else None
+
+
+def slower(estimate: Estimate, ours: Work, theirs: Work, calibration: Calibration) -> str | None:
+    """Why ours takes no less time than theirs, by what costs most of it; None if it does.
+
+    theirs is what Inductor does with the nodes, ours a kernel of its own.
+    """
+    ours = replace(ours, for_its_sake=estimate.made, truths=estimate.truths)
+    one, other = parts(ours, calibration.ours), parts(theirs, calibration.theirs)
+    more = {part: one[part] - other[part] for part in one}
+    if sum(more.values()) < 0:
+        return None
+    # What would be saved if all but the worst part were left.
+    worst = max(more, key=lambda part: more[part])
+    saved = more[worst] - sum(more.values())
+    size, needed = estimate.least, theirs.passes
+    match worst:
+        case "launches":
+            return too_small(size, size * more[worst] / saved if saved > 0 else None)
+        case "for its sake":
+            return more_memory(estimate)
+        case "rows":
+            return short_rows(ours.piece, ours.piece * more[worst] / saved if saved > 0 else None)
+        case "functions":
+            return more_functions(ours, theirs, calibration)
+    if ours.passes > needed:
+        return more_passes(ours.passes, needed)
+    return (
+        f"more memory: {human(ours.moved)} and {human(ours.again)} within cache, where Inductor "
+        f"moves {human(theirs.moved)} and {human(theirs.again)}"
+    )
+
+
+def too_small(size: int, enough: float | None) -> str:
+    if enough is None:
+        return f"too small: it moves {human(size)}, where a call costs more than it saves"
+    return f"too small: it moves {human(size)}, a kernel of its own pays from {human(int(enough))}"
+
+
+def more_memory(estimate: Estimate) -> str:
+    return (
+        f"more memory: {human(estimate.for_its_sake)} of {human(estimate.least)} would hold what "
+        "Inductor computes where it is used"
+    )
+
+
+def short_rows(piece: int, enough: float | None) -> str:
+    pays = "" if enough is None else f", a kernel of its own pays from {math.ceil(enough)}"
+    return f"short rows: they lie in pieces of {piece} elements{pays}"
+
+
+def more_passes(passes: int, needed: int) -> str:
+    return f"more passes: {passes} over memory, where Inductor needs {needed}"
+
+
+def more_functions(ours: Work, theirs: Work, calibration: Calibration) -> str:
+    """Names the function that costs most more."""
+    before = dict(theirs.functions)
+    name, count = max(
+        ours.functions,
+        key=lambda each: (
+            each[1] * calibration.ours.of(each[0])
+            - before.get(each[0], 0) * calibration.theirs.of(each[0])
+        ),
+    )
+    return f"more functions: {name} {count} times, where Inductor needs {before.get(name, 0)}"
 
 
 def has_inner_reduction(lowered: Lowered) -> bool:

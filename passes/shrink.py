@@ -16,7 +16,7 @@ import torch
 
 from normpass.passes.domain import extent_of, step_of
 from normpass.passes.escapes import outputs_of
-from normpass.passes.profit import only_computed_for
+from normpass.passes.made import only_computed_for
 from normpass.passes.rewrite import SizeUnknown
 from normpass.passes.sizes import nbytes
 from normpass.passes.vocabulary import Kind, kind_of

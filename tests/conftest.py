@@ -24,6 +24,8 @@ OWNER = "NORMPASS_TEST_CACHE_OWNER"
 if OWNER not in os.environ:
     os.environ[OWNER] = str(os.getpid())
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="normpass-tests-")
+# Decisions are those of the shipped constants, whatever this machine's user has measured.
+os.environ["NORMPASS_CALIBRATION"] = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "none")
 # The graphs of tests are small: a pool of compiling processes costs more than it saves.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -18,11 +18,11 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor.virtualized import V
 from torch.fx import Node
 
-from normpass.backend import record, traffic
-from normpass.backend.caches import Caches
+from normpass.backend import calibration, entry, record, traffic
 from normpass.backend.memory_format import Wishes, channels_last
 from normpass.backend.report import RefusedNorm, refusals
 from normpass.benchmarks import zoo
+from normpass.passes.cost import Caches, Conditions
 from normpass.passes.pipeline import Decision, Fused
 
 if TYPE_CHECKING:
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 TORCH = (2, 13)
 # Whatever this machine has.
-CACHES = Caches(worker=1 << 24, shared=1 << 25)
+CONDITIONS = Conditions(
+    Caches(worker=1 << 24, shared=1 << 25),
+    private=1 << 20,
+    threads=2,
+    calibration=calibration.SHIPPED,
+)
 
 
 class Decided(Exception):
@@ -48,7 +53,8 @@ def made_with(model: str) -> str:
 
 def report(model: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of every case of a model: how many norms are fused, and each that is not, with its reason."""
-    monkeypatch.setattr(traffic, "caches_of", lambda device: CACHES)
+    for module in (entry, traffic):
+        monkeypatch.setattr(module, "conditions_of", lambda device: CONDITIONS)
     lines = [f"# {made_with(model)}"]
     for case in zoo.select([model]):
         found = decisions(case)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,9 +18,10 @@ from compiled import compile_fused, count_fused, run_in_child
 from torch import nn
 
 from normpass.backend import entry, runtime, toolchain
-from normpass.backend.caches import Caches
+from normpass.backend.calibration import SHIPPED, conditions_of
 from normpass.backend.codegen import cpp
 from normpass.backend.options import Options
+from normpass.passes.cost import Caches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,8 +243,21 @@ def test_a_pass_without_identity_switches_caching_off() -> None:
     assert entry.FusionPass().uuid() != other.uuid()
 
 
-def test_what_decisions_depend_on_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"caches": Caches(worker=1, shared=2)},
+        {"private": 1},
+        {"threads": 1000},
+        {"calibration": replace(SHIPPED, ours=replace(SHIPPED.ours, launch=1.0))},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_decisions_depend_on_is_part_of_the_identity(
+    other: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder of caches may serve machines with other processors."""
     here = entry.FusionPass().uuid()
-    monkeypatch.setattr(entry, "caches_of", lambda device: Caches(worker=1, shared=2))
+    there = replace(conditions_of("cpu"), **other)  # type: ignore[arg-type]
+    monkeypatch.setattr(entry, "conditions_of", lambda device: there)
     assert entry.FusionPass().uuid() != here

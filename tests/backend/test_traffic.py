@@ -1,11 +1,14 @@
-"""Passes and bytes that a plan stands for, counted by hand for small regions."""
+"""Passes, bytes and functions that a plan stands for, counted by hand for small regions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from normpass.backend.caches import Caches, caches_of
-from normpass.backend.traffic import Traffic, traffic
+from normpass.backend.caches import caches_of
+from normpass.backend.traffic import traffic
+from normpass.passes.cost import Caches, Conditions
 
 ROWS, ROW = 32, 64
 LAYER_NORM_BACKWARD = """
@@ -39,14 +42,18 @@ ONCE = 2 * WHOLE + 2 * ROWS * 4 + ROW * 4  # x, g, mean, rstd, w
 A_ROW = 3 * ROW * 4  # x, g and w, which the first phase over a row touches
 
 
+def machine(worker: int, shared: int, threads: int = 2) -> Conditions:
+    return Conditions(Caches(worker, shared), 1 << 20, threads, calibration=None)
+
+
 def test_one_pass_where_a_row_stays_in_cache() -> None:
-    found = traffic(LAYER_NORM_BACKWARD, [ROWS], "cpu", Caches(worker=2 * A_ROW, shared=1 << 20))
-    assert found == Traffic(ONCE, WRITTEN, 1)
+    found = traffic(LAYER_NORM_BACKWARD, [ROWS], "cpu", machine(worker=2 * A_ROW, shared=1 << 20))
+    assert (found.read, found.written, found.passes) == (ONCE, WRITTEN, 1)
     assert found.moved == ONCE + WRITTEN
 
 
 def test_two_passes_where_it_does_not() -> None:
-    found = traffic(LAYER_NORM_BACKWARD, [ROWS], "cpu", Caches(worker=A_ROW - 1, shared=1 << 20))
+    found = traffic(LAYER_NORM_BACKWARD, [ROWS], "cpu", machine(worker=A_ROW - 1, shared=1 << 20))
     # x and g twice; w, which fits no more, in both phases of every row.
     assert found.read == 4 * WHOLE + 2 * ROWS * 4 + 2 * ROWS * ROW * 4
     assert found.written == WRITTEN
@@ -55,8 +62,52 @@ def test_two_passes_where_it_does_not() -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 4096])
 def test_run_time_sizes_count(rows: int) -> None:
-    found = traffic(LAYER_NORM_BACKWARD, [rows], "cpu", Caches(1 << 20, 1 << 25))
+    found = traffic(LAYER_NORM_BACKWARD, [rows], "cpu", machine(1 << 20, 1 << 25))
     assert found.moved == 3 * rows * ROW * 4 + 2 * rows * 4 + 2 * ROW * 4
+
+
+def test_what_is_read_again_comes_from_cache() -> None:
+    found = traffic(LAYER_NORM_BACKWARD, [ROWS], "cpu", machine(2 * A_ROW, 1 << 20))
+    # The phase that writes dx reads x, g and w again. Sums over rows are an array of one worker's,
+    # which is written, combined, and read when dw is stored.
+    assert found.again == 2 * WHOLE + ROW * 4 + 3 * ROW * 4
+    assert found.workers == 1
+    # A loop over a row in each phase, and one over dw.
+    assert found.rows == 2 * ROWS + 1
+    assert found.piece == ROW
+    assert found.launches == 1
+    assert dict(found.functions) == {"div": 2 * ROWS}  # a and b, once a row
+
+
+def test_every_worker_has_partial_sums() -> None:
+    rows = 4096
+    one, two = (
+        traffic(LAYER_NORM_BACKWARD, [rows], "cpu", machine(1 << 20, 1 << 25, threads))
+        for threads in (1, 2)
+    )
+    assert (one.workers, two.workers) == (1, 2)
+    assert two.again - one.again == 2 * ROW * 4
+    assert replace(two, again=one.again, workers=1) == one
+
+
+SOFTMAX = """
+region softmax
+axes    r=? c=64
+input   x: f32[r c]
+amax    = amax[c](x)
+sub     = sub(x, amax)
+exp     = exp(sub)
+sum     = sum[c](exp)
+div     = div(exp, sum)
+output  y0: f32[r c] = div
+"""
+
+
+def test_a_dear_function_is_computed_once() -> None:
+    found = traffic(SOFTMAX, [ROWS], "cpu", machine(1 << 20, 1 << 25))
+    assert dict(found.functions) == {"exp": ROWS * ROW, "div": ROWS * ROW}
+    # x for the sum, after it was read for the maximum; the exponentials are written and read.
+    assert found.again == 3 * WHOLE
 
 
 CHANNELS_LAST = """
@@ -76,7 +127,7 @@ output  y1: f32[c] = sum
 @pytest.mark.parametrize(("shared", "passes"), [(1 << 20, 1), (4096 * 8 * 4, 2)])
 def test_statistics_over_the_whole_tensor(shared: int, passes: int) -> None:
     # Rows are summed over, so the first phase ends with the tensor: the last cache decides.
-    found = traffic(CHANNELS_LAST, [], "cpu", Caches(worker=1 << 10, shared=shared))
+    found = traffic(CHANNELS_LAST, [], "cpu", machine(worker=1 << 10, shared=shared))
     assert found.passes == passes
     assert found.read == passes * 2 * 4096 * 8 * 4
     assert found.written == 4096 * 8 * 4 + 8 * 4

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 from tracing import calls, functions, fuse, fused, trace
 
+from normpass.passes.cost import Work
 from normpass.passes.pipeline import Fused, fuse_graph
-from normpass.passes.profit import Traffic
 from normpass.passes.region import Region, parse
 
 if TYPE_CHECKING:
@@ -185,9 +185,9 @@ def test_random_numbers_are_drawn_outside() -> None:
 def for_its_sake(f: object, *inputs: Tensor) -> int:
     seen: list[int] = []
 
-    def kernel(_: Lowered, cost: Estimate) -> Traffic:
+    def kernel(_: Lowered, cost: Estimate) -> Work:
         seen.append(cost.for_its_sake)
-        return Traffic(cost.least, 0, passes=1)
+        return Work(cost.least, 0)
 
     graph = trace(f, *inputs)  # type: ignore[arg-type]
     fuse_graph(graph.graph, lambda *_: None, least_bytes=0, kernel=kernel)

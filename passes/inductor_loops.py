@@ -1,0 +1,227 @@
+"""The loops that Inductor would make of a region's nodes on a CPU.
+
+Reductions and what has to be in memory get loops. Whatever pointwise leads to them is computed in
+each loop that needs it, unless it is dear and needed twice: then it is stored. A reduction's loops
+are over what it keeps, and inside over what it reduces; those that keep the same axes share the
+outer loops (a group). So does a pointwise result made of theirs, where its own outermost loops are
+the reductions': layer norm's forward is one group. Batch norm's result is a group of its own, and
+so are group norm's, whose weights tell examples from groups, and sums over the outer axes (dgamma):
+they read their inputs again, and compute again what they are made of.
+
+    group r     sum[c](gw), sum[c](gw * x_hat)  inside: c
+                dx                              inside: c, from cache
+    group c     sum[r](g * x_hat), sum[r](g)    inside: r, once more from memory
+
+Read in torch 2.13 (codegen/cpp.py: CppScheduling, KernelGroup; ir.py: StorageBox).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normpass.passes.axis_names import name_axes, reduced_axes
+from normpass.passes.vocabulary import FUNCTIONS, Kind, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.fx import Node
+
+    from normpass.passes.domain import Domain
+    from normpass.passes.lower import Lowered
+
+aten = torch.ops.aten
+Axes = frozenset[str]
+
+# What is made with one of these and used twice is stored, and so is what reads more tensors than
+# config.realize_reads_threshold.
+DEAR = frozenset({"exp", "log", "log1p", "sigmoid", "tanh"})
+MOST_READS = 4
+
+
+@dataclass
+class Loop:
+    """An inner loop: what it is there for, and the axes that it and those around it run over."""
+
+    axes: Axes
+    roots: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Group:
+    """Loops inside of one another: the axes of the outer ones, and the inner ones, in order."""
+
+    outer: Axes
+    inner: dict[tuple[int, Axes], Loop] = field(default_factory=dict)
+
+    def add(self, place: int, axes: Axes, root: Node) -> None:
+        self.inner.setdefault((place, axes), Loop(axes)).roots.append(root)
+
+    @property
+    def loops(self) -> list[Loop]:
+        return [self.inner[key] for key in sorted(self.inner, key=lambda key: key[0])]
+
+
+class InductorLoops:
+    """The groups of loops for a region's nodes, in the order in which they run (`groups`).
+
+    nodes, domain: as they were grown. lowered, sizes: what became of them, and the run-time sizes.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Node], domain: Domain, lowered: Lowered, sizes: Sequence[int]
+    ) -> None:
+        self.inside = set(nodes)
+        self.domain = domain
+        self.outputs = lowered.outputs
+        self.names = name_axes(nodes, domain)
+        self.extents = lowered.region.extents(sizes)
+        self.order = _memory_order(lowered, self.extents)
+        self.stored: set[Node] = set()
+        for node in nodes:  # a later one is made of what was stored before
+            if self.is_stored(node):
+                self.stored.add(node)
+        self.place: dict[Node, int] = {}  # of reductions and stored values, in their group
+        self.around: dict[Axes, Group] = {}
+        self.alone: dict[Axes, Group] = {}
+        for node in nodes:
+            if kind_of(node) is Kind.REDUCTION:
+                self.add_reduction(node)
+            elif node in self.outputs and kind_of(node) is Kind.POINTWISE:
+                self.add_result(node)
+        self.groups = [*self.around.values(), *self.alone.values()]
+
+    # ---- loops
+
+    def add_reduction(self, node: Node) -> None:
+        outer = self.axes(node)
+        over = outer | {self.names[axis] for axis in reduced_axes(node, self.domain)}
+        group = self.around.setdefault(outer, Group(outer))
+        self.place[node] = self.after(node, outer)
+        group.add(self.place[node], over, node)
+        self.add_stored(node, group, self.place[node], over)
+
+    def add_result(self, node: Node) -> None:
+        axes = self.axes(node)
+        group = self.group_of(node) or self.alone.setdefault(axes, Group(axes))
+        place = self.after(node, group.outer)
+        group.add(place, axes, node)
+        self.add_stored(node, group, place, axes)
+
+    def add_stored(self, root: Node, group: Group, place: int, over: Axes) -> None:
+        """Gives stored values a place in the loop that is the first to need them, if that runs over
+        their axes, or a group of their own.
+        """
+        for node in self.above(root):
+            if node not in self.stored or node in self.place or node in self.outputs:
+                continue
+            axes = self.axes(node)
+            here = axes == over
+            home = group if here else self.alone.setdefault(axes, Group(axes))
+            self.place[node] = place if here else 0
+            home.add(self.place[node], axes, node)
+            self.add_stored(node, home, self.place[node], axes)
+
+    def group_of(self, node: Node) -> Group | None:
+        """The group whose outer loops a pointwise result shares."""
+        axes, own = self.axes(node), self.loops(node)
+        for reduction in self.reductions(node):
+            outer = self.loops(reduction)
+            if axes == self.axes(reduction) or (outer and own[: len(outer)] == outer):
+                return self.around[self.axes(reduction)]
+        return None
+
+    def after(self, node: Node, outer: Axes) -> int:
+        """The first place among a group's inner loops at which all that a node needs is there."""
+        needs = [self.place[r] + 1 for r in self.reductions(node) if self.axes(r) == outer]
+        needs += [self.place[x] for x in self.above(node) if x in self.stored and x in self.place]
+        return max(needs, default=0)
+
+    def loops(self, node: Node) -> list[Axes]:
+        """The axes of each loop over a node's elements, outermost first. Neighbouring dimensions
+        are one loop where no tensor that is read tells them apart.
+        """
+        dims = [
+            frozenset(self.names[axis] for axis in self.domain.resolve(dim))
+            for dim in self.domain.dims[node]
+        ]
+        place = self.order.index
+        outermost_first = sorted(filter(None, dims), key=lambda dim: min(map(place, dim)))
+        tensors = [self.axes(each) for each in self.above(node) if self.is_read(each)]
+        loops: list[Axes] = []
+        for dim in outermost_first:
+            if loops and all(bool(loops[-1] & axes) == bool(dim & axes) for axes in tensors):
+                dim |= loops.pop()
+            loops.append(dim)
+        return loops
+
+    # ---- nodes
+
+    def axes(self, node: Node) -> Axes:
+        return frozenset(self.names[axis] for axis in self.domain.axes(node) if axis in self.names)
+
+    def elements(self, axes: Axes) -> int:
+        return prod(self.extents[axis] for axis in axes)
+
+    def is_stored(self, node: Node) -> bool:
+        """Whether a pointwise value is computed once, for several loops to read."""
+        if kind_of(node) is not Kind.POINTWISE or len(node.users) < 2:
+            return False
+        made = [node, *self.above(node)]
+        reads = sum(map(self.is_read, made))
+        dear = any(function_of(each) in DEAR for each in made if not self.is_read(each))
+        return dear or reads > MOST_READS
+
+    def is_read(self, node: Node) -> bool:
+        """Whether a loop reads a node rather than computes it."""
+        return node not in self.inside or node in self.stored or kind_of(node) is Kind.REDUCTION
+
+    def above(self, node: Node) -> list[Node]:
+        """What a node is computed from in its own loop: up to what is read there."""
+        found: dict[Node, None] = {}
+        waiting = list(node.all_input_nodes)
+        while waiting:
+            each = waiting.pop()
+            if each in found or not isinstance(each.meta.get("val"), torch.Tensor | tuple | list):
+                continue
+            found[each] = None
+            if not self.is_read(each):
+                waiting += each.all_input_nodes
+        return list(found)
+
+    def reductions(self, node: Node) -> list[Node]:
+        """The reductions whose results a node is computed from, without one in between."""
+        found: dict[Node, None] = {}
+        for each in self.above(node):
+            if each in self.stored:
+                found |= dict.fromkeys(self.reductions(each))
+            elif kind_of(each) is Kind.REDUCTION:
+                found[each] = None
+        return list(found)
+
+
+def function_of(node: Node) -> str:
+    """The function that a pointwise node computes, "" for several cheap ones."""
+    target: Any = node.target
+    if target in (aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor):
+        names = {0: "", 1: "", 2: "", 3: "", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+        exponent = node.args[1]
+        return names.get(exponent, "pow") if isinstance(exponent, int | float) else "pow"
+    return FUNCTIONS.get(target, "")
+
+
+def _memory_order(lowered: Lowered, extents: Mapping[str, int]) -> list[str]:
+    """The region's axes as its widest tensor has them in memory, outermost first."""
+    region = lowered.region
+    buffers = [*region.inputs, *(output.buffer for output in region.outputs)]
+    widest = max(buffers, key=lambda buffer: len(buffer.axes))
+    step: dict[str, int] = {}
+    for dim, stride in zip(widest.dims, region.strides(widest, extents), strict=True):
+        for axis in reversed(dim):
+            step[axis] = stride
+            stride *= extents[axis]
+    return sorted((axis.name for axis in region.axes), key=lambda name: -step.get(name, 0))

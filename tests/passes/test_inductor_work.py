@@ -1,0 +1,251 @@
+"""What Inductor would do with a region's nodes, counted by hand: loops, bytes, functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn import functional as F
+from tracing import trace
+
+from normpass.passes.cost import Caches, Conditions, Work
+from normpass.passes.inductor_loops import InductorLoops
+from normpass.passes.inductor_work import theirs
+from normpass.passes.lower import lower
+from normpass.passes.profit import estimate
+from normpass.passes.regions import Grower, seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+aten = torch.ops.aten
+R, C = 32, 64
+WHOLE, ROW, COLUMN = 4 * R * C, 4 * C, 4 * R  # bytes of x, of a weight, of a statistic
+X, G, W, B = torch.randn(R, C), torch.randn(R, C), torch.randn(C), torch.randn(C)
+MEAN, RSTD = torch.randn(R, 1), torch.rand(R, 1)
+LARGE = Conditions(Caches(1 << 20, 1 << 25), private=1 << 20, threads=2, calibration=None)
+# A row fits, and all of it does not.
+ROWS_FIT = replace(LARGE, caches=Caches(worker=4 * ROW, shared=WHOLE))
+NOTHING_FITS = replace(LARGE, caches=Caches(worker=ROW, shared=WHOLE))
+
+
+def grown(function: Callable[..., object], *inputs: Tensor, dynamic: bool = False) -> tuple:  # type: ignore[type-arg]
+    graph = trace(function, *inputs, dynamic=dynamic).graph
+    region = Grower(graph).grow(seeds(graph)[0])
+    assert region is not None
+    lowered = lower("region", region.nodes, region.domain)
+    return region.nodes, region.domain, lowered, estimate(lowered, region.nodes).sizes
+
+
+def work(
+    function: Callable[..., object],
+    *inputs: Tensor,
+    conditions: Conditions = LARGE,
+    dynamic: bool = False,
+) -> Work:
+    return theirs(*grown(function, *inputs, dynamic=dynamic), conditions)
+
+
+def outer_loops(function: Callable[..., object], *inputs: Tensor) -> list[int]:
+    """Over how many elements the outer loops of each group run, in order."""
+    loops = InductorLoops(*grown(function, *inputs))
+    return [loops.elements(group.outer) for group in loops.groups]
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> object:
+    return aten.native_layer_norm(x, [C], w, b, 1e-5)
+
+
+def layer_norm_backward(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor) -> object:
+    return aten.native_layer_norm_backward(g, x, [C], mean, rstd, w, w, [True] * 3)
+
+
+BACKWARD = G, X, MEAN, RSTD, W
+
+# ---- rows
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_norm_over_rows_is_one_group(dynamic: bool) -> None:
+    found = work(layer_norm, X, W, B, dynamic=dynamic)
+    assert found.launches == 1
+    assert found.read == WHOLE + 2 * ROW
+    assert found.again == WHOLE
+    assert found.written == WHOLE + 2 * COLUMN
+    assert found.passes == 1
+    assert found.columns == 0
+    # Variance and mean in one loop. What does not change along a row is computed once for it, and
+    # rstd, which is returned, once more.
+    assert dict(found.functions) == {"welford": R * C, "div": 2 * R, "rsqrt": 2 * R}
+    assert found.rows == 3 * R
+
+
+def test_a_row_that_does_not_fit_is_read_again_from_memory() -> None:
+    found = work(layer_norm, X, W, B, conditions=NOTHING_FITS)
+    assert found.passes == 2
+    assert found.read == 2 * WHOLE + 2 * ROW
+    assert found.again == 0
+
+
+def test_gradients_of_weights_are_a_group_of_their_own() -> None:
+    found = work(layer_norm_backward, *BACKWARD)
+    inputs = 2 * WHOLE + 2 * COLUMN + ROW
+    assert found.launches == 2
+    assert found.read == inputs
+    # The loop of dx reads all again, and the one of dweight and dbias all but the weight.
+    assert found.again == inputs + 2 * WHOLE + 2 * COLUMN
+    assert found.columns == 2 * WHOLE
+    assert found.written == WHOLE + 2 * ROW
+    assert dict(found.functions) == {"div": 2 * R}  # two means, for each row of dx
+
+
+def test_they_read_from_memory_what_fits_in_no_cache() -> None:
+    found = work(layer_norm_backward, *BACKWARD, conditions=ROWS_FIT)
+    assert found.passes == 2
+    assert found.read == 2 * (2 * WHOLE + 2 * COLUMN) + ROW
+    assert found.again == 2 * WHOLE + 2 * COLUMN + ROW
+
+
+def test_a_line_is_read_before_it_is_overwritten() -> None:
+    moved = 2 * WHOLE + 2 * COLUMN + 2 * ROW
+    within = replace(LARGE, threads=1, private=moved)
+    beyond = replace(within, private=moved - 1)
+    before = work(layer_norm, X, W, B, conditions=within)
+    after = work(layer_norm, X, W, B, conditions=beyond)
+    assert after == replace(before, read=before.read + before.written)
+
+
+def test_few_elements_are_one_workers() -> None:
+    many = replace(LARGE, threads=R * C // 512)
+    assert work(layer_norm, X, W, B, conditions=many).workers == many.threads
+    too_many = replace(LARGE, threads=R * C // 512 + 1)
+    assert work(layer_norm, X, W, B, conditions=too_many).workers == 1
+
+
+# ---- channels
+
+N, CHANNELS, SIDE = 4, 8, 6
+IMAGE = torch.randn(N, CHANNELS, SIDE, SIDE)
+SCALE = torch.randn(CHANNELS)
+IMAGES = 4 * IMAGE.numel()
+
+
+def batch_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, w, w, training=True)
+
+
+def group_norm(x: Tensor, *weights: Tensor) -> Tensor:
+    return F.group_norm(x, 2, *weights)
+
+
+def test_batch_norm_is_two_groups() -> None:
+    assert outer_loops(batch_norm, IMAGE, SCALE) == [CHANNELS, IMAGE.numel()]
+    found = work(batch_norm, IMAGE, SCALE)
+    assert found.launches == 2
+    assert found.read == IMAGES + 4 * CHANNELS
+    assert found.again == IMAGES
+    assert found.columns == 0
+    # A group of its own computes the deviation for each element.
+    assert dict(found.functions) == dict.fromkeys(("welford", "div", "rsqrt"), IMAGE.numel())
+    # A loop over the pixels of each channel of each image, in both.
+    assert found.rows == 2 * N * CHANNELS
+
+
+def test_its_channels_may_be_columns() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return batch_norm(x.permute(0, 3, 1, 2), w).permute(0, 2, 3, 1)
+
+    x = IMAGE.permute(0, 2, 3, 1).contiguous()
+    assert work(f, x, SCALE).columns == IMAGES
+
+
+def test_weights_tell_group_norms_examples_from_its_groups() -> None:
+    assert outer_loops(group_norm, IMAGE, SCALE, SCALE) == [2 * N, IMAGE.numel()]
+    assert outer_loops(group_norm, IMAGE) == [2 * N]
+
+
+def test_instance_norm_without_weights_is_one_group() -> None:
+    assert outer_loops(lambda x: F.instance_norm(x), IMAGE) == [N * CHANNELS]
+
+
+# ---- what is computed, and where
+
+
+def test_what_is_dear_and_needed_twice_is_stored() -> None:
+    found = work(lambda x: x.softmax(-1), X)
+    assert found.launches == 1
+    assert dict(found.functions) == {"exp": R * C, "div": R * C}
+    # x for the exponentials, which are written and read again in cache.
+    assert found.again == 3 * WHOLE
+    assert found.written == WHOLE
+
+
+def test_what_is_cheaper_is_computed_in_each_loop() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x.sin()
+        return y / y.sum(-1, keepdim=True)
+
+    found = work(f, X)
+    assert dict(found.functions) == {"sin": 2 * R * C, "div": R * C}
+    assert found.again == WHOLE
+
+
+def test_what_reads_many_tensors_is_stored() -> None:
+    def f(*inputs: Tensor) -> Tensor:
+        first, *rest = inputs
+        y = sum(rest, first)
+        return y / y.sum(-1, keepdim=True)
+
+    four, five = (work(f, *(torch.randn(R, C) for _ in range(k))) for k in (4, 5))
+    assert four.again == 4 * WHOLE
+    assert five.again == 2 * WHOLE  # written and read
+
+
+def test_a_stored_value_that_another_group_reads_is_in_memory() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.tanh()
+        return y / y.sum(-1, keepdim=True), y.sum(0)
+
+    assert work(f, X).written == WHOLE + ROW + WHOLE
+
+
+def test_a_mask_is_made_where_it_is_used() -> None:
+    index = torch.randint(C, (R, 1))
+    found = work(lambda x, i: (x * (torch.arange(C) == i)).softmax(-1), X, index)
+    indices = 8 * C + 8 * R
+    assert found.read == WHOLE + indices
+    # The loop of the exponentials makes it once more; they are written and read.
+    assert found.again == WHOLE + indices + 2 * WHOLE
+
+
+def test_a_mask_that_others_need_is_read() -> None:
+    index = torch.randint(C, (R, 1))
+
+    def f(x: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        hot = torch.arange(C) == i
+        return (x * hot).softmax(-1), hot
+
+    found = work(f, X, index)
+    assert found.read == WHOLE + R * C
+    assert found.again == WHOLE + R * C + 2 * WHOLE
+
+
+def test_functions_of_what_is_made_count() -> None:
+    """An integer's logarithm is not the region's."""
+    index = torch.randint(1, C, (R, C))
+    found = work(lambda x, i: (x + i.log()).amax(-1, keepdim=True) - x, X, index)
+    assert dict(found.functions) == {"log": R * C}
+
+
+@pytest.mark.parametrize(
+    ("exponent", "priced"), [(2, {}), (0.5, {"sqrt": R * C}), (1.7, {"pow": R * C})]
+)
+def test_powers_that_multiplication_gives_cost_nothing(
+    exponent: float, priced: dict[str, int]
+) -> None:
+    found = work(lambda x: x / x.pow(exponent).sum(-1, keepdim=True), X)
+    assert dict(found.functions) == {"div": R * C, **priced}
