@@ -78,10 +78,10 @@ def shapes(region: Region) -> list[str]:
     return [str(buffer).partition(": ")[2] for buffer in region.inputs]
 
 
-def stays(graph: Graph, decide: Callable[[Graph], list[Decision]]) -> Refused:
+def stays(graph: Graph, **options: Any) -> Refused:
     """The only decision on a graph, which is refused, and leaves it as it was."""
     before = str(graph)
-    (decision,) = decide(graph)
+    (decision,) = fuse_graph(graph, region_op, **options)
     assert isinstance(decision, Refused)
     assert str(graph) == before
     graph.lint()
@@ -141,7 +141,7 @@ def test_what_is_only_made_for_the_norm_is_not_written_in_its_place() -> None:
     def f(x: Tensor, y: Tensor, i: Tensor) -> Tensor:
         return rms(x + masked(y, i))
 
-    decision = stays(trace(f, X, Y, INDEX).graph, lambda graph: fuse_graph(graph, region_op))
+    decision = stays(trace(f, X, Y, INDEX).graph)
     assert decision.reason.startswith("more memory: 1.05 MB of ")
 
 
@@ -152,7 +152,7 @@ def test_what_depends_on_an_index_to_the_end_stays_with_inductor() -> None:
         g = torch.where(torch.arange(WIDTH) == i, -1.0, 0.0)
         return g - x.exp() * g.sum(-1, keepdim=True)
 
-    decision = stays(trace(f, X, INDEX).graph, lambda graph: fuse_graph(graph, region_op))
+    decision = stays(trace(f, X, INDEX).graph)
     assert decision.reason.startswith("more memory: ")
 
 
@@ -227,9 +227,7 @@ def test_a_graph_of_nothing_else_is_left_alone() -> None:
         same = x[:, :1].expand(-1, 3)
         return same / same.prod(1, keepdim=True)
 
-    decision = stays(
-        trace(f, SMALL).graph, lambda graph: fuse_graph(graph, region_op, least_bytes=0)
-    )
+    decision = stays(trace(f, SMALL).graph, least_bytes=0)
     assert decision.reason == "a product over an axis along which nothing changes"
 
 
@@ -361,8 +359,7 @@ def test_where_nobody_knows_why_each_has_a_chance_of_its_own() -> None:
 
 def test_a_refused_region_is_reported_once() -> None:
     decision = stays(
-        trace(lambda x: rms(centred(x)), SMALL).graph,
-        lambda graph: fuse_graph(graph, region_op, least_bytes=0, missing=lambda _: "not today"),
+        trace(lambda x: rms(centred(x)), SMALL).graph, least_bytes=0, missing=lambda _: "not today"
     )
     assert decision.reason == "not today"
     assert {"mean", "mean_1"} <= set(decision.nodes)
@@ -403,10 +400,7 @@ def test_copies_of_every_try_are_taken_back() -> None:
     graph = trace(f, SMALL, OTHER, SMALL.mT @ OTHER).graph
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "copy_inputs", counted)
-        decision = stays(
-            graph,
-            lambda graph: fuse_graph(graph, region_op, least_bytes=0, missing=lambda _: "no"),
-        )
+        decision = stays(graph, least_bytes=0, missing=lambda _: "no")
     assert decision.reason == "a product over an axis along which nothing changes"
     assert copied[:2] == [1, 1]
 
@@ -416,8 +410,5 @@ def test_a_fault_in_leaving_something_out_leaves_the_region_to_inductor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pipeline, "left_out", None)
-    decision = stays(
-        trace(lambda x, y: with_product(rms(x), y), SMALL, OTHER).graph,
-        lambda graph: fuse_graph(graph, region_op, least_bytes=0),
-    )
+    decision = stays(trace(lambda x, y: with_product(rms(x), y), SMALL, OTHER).graph, least_bytes=0)
     assert decision.reason.startswith("a fault of normpass in leaving something out: TypeError")
