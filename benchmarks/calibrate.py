@@ -7,6 +7,7 @@ in more rows. All but the start of a call and memory is measured where data lies
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from normpass.backend import calibration
 from normpass.backend.caches import caches_of, private_cache
-from normpass.benchmarks.measure import interleave
+from normpass.benchmarks.measure import cpu_seconds
 from normpass.passes.cost import Calibration, Costs
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-REPEATS = 15
+REPEATS = 500
+SAMPLE_SECONDS = 2e-4
 # Enough for every worker, and little enough for its own cache.
 ROWS, WIDTH = 512, 256
 # So many elements in rows of so few.
@@ -84,9 +86,24 @@ def minus_largest(x: Tensor) -> Tensor:
     return x - x.amax(-1, keepdim=True)
 
 
-def times(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Medians of each step, in alternation."""
-    return {name: timing.median for name, timing in interleave(steps, REPEATS, "cpu").items()}
+def times(
+    steps: Mapping[str, Callable[[], object]], before: Callable[[], object] | None = None
+) -> dict[str, float]:
+    """The shortest time of each step, in alternation: whatever else runs here only adds to one, and
+    seldom to all of many short ones. before: what runs before each call; None for warm ones.
+    """
+    shortest = dict.fromkeys(steps, math.inf)
+    for step in steps.values():
+        step()
+    calls = {
+        name: 1 if before else max(1, round(SAMPLE_SECONDS / cpu_seconds(step, 1)))
+        for name, step in steps.items()
+    }
+    for _ in range(REPEATS):
+        for name, step in steps.items():
+            (before or step)()
+            shortest[name] = min(shortest[name], cpu_seconds(step, calls[name]) / calls[name])
+    return shortest
 
 
 def our_steps() -> dict[str, Callable[[], object]]:
@@ -101,6 +118,7 @@ def our_steps() -> dict[str, Callable[[], object]]:
     x = positive(ROWS, WIDTH)
     steps = {name: step(pointwise(name, call), x) for name, call in CALLS.items()}
     steps["plain"] = step(pointwise("plain", PLAIN), x)
+    steps["full"] = step(pointwise("plain", PLAIN), x)
     steps["half"] = step(pointwise("plain", PLAIN), positive(ROWS // 2, WIDTH))
     steps["wide"] = step(centred(WIDTH), x)
     steps["narrow"] = step(centred(NARROW), x.view(-1, NARROW))
@@ -109,20 +127,22 @@ def our_steps() -> dict[str, Callable[[], object]]:
 
 def their_steps() -> dict[str, Callable[[], object]]:
     """The same compiled by stock Inductor, and a sum over rows, a sum over columns, a variance."""
-    x = positive(ROWS, WIDTH)
-    narrow, tall = x.view(-1, NARROW), positive(TALL, ACROSS)
+    x, half, tall = positive(ROWS, WIDTH), positive(ROWS // 2, WIDTH), positive(TALL, ACROSS)
+    few = positive(1, 1)
 
-    def step(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    def step(function: Callable[..., object], *inputs: Tensor) -> Callable[[], object]:
         compiled: Any = torch.compile(function, backend="inductor", dynamic=False)
-        compiled(x)
-        return lambda: compiled(x)
+        compiled(*inputs)
+        return lambda: compiled(*inputs)
 
     steps = {name: step(function, x) for name, function in FUNCTIONS.items()}
-    steps["nothing"] = step(lambda x: x.view(-1), x)
     steps["plain"] = step(lambda x: x * 1.5, x)
-    steps["half"] = step(lambda x: x * 1.5, positive(ROWS // 2, WIDTH))
+    # A product of ATen's, alone and beside a loop over so much and half as much.
+    steps["nothing"] = step(lambda few, x: few @ few, few, x)
+    steps["full"] = step(lambda few, x: (few @ few, x * 1.5), few, x)
+    steps["half"] = step(lambda few, x: (few @ few, x * 1.5), few, half)
     steps["wide"] = step(minus_largest, x)
-    steps["narrow"] = step(minus_largest, narrow)
+    steps["narrow"] = step(minus_largest, x.view(-1, NARROW))
     steps["sum"] = step(lambda x: x.sum(-1), tall)
     steps["columns"] = step(lambda x: x.sum(0), tall)
     steps["summed"] = step(lambda x: x.sum(-1), x)
@@ -148,7 +168,7 @@ def machine_steps() -> dict[str, Callable[[], object]]:
 
 def elements_far() -> int:
     """So many that no cache holds them."""
-    return max(8 * 1024 * 1024, caches_of("cpu").shared)
+    return max(4 * 1024 * 1024, caches_of("cpu").shared // 8)
 
 
 def elements_near() -> int:
@@ -173,7 +193,7 @@ def costs(
         functions["welford"] = more("variance", "summed", elements)
     near = 3 * 4 * others["elements near"]
     return Costs(
-        launch=max(0.0, 2 * found["half"] - found["plain"] - nothing),
+        launch=max(0.0, 2 * found["half"] - found["full"] - nothing),
         memory=others["memory"] * threads / (4 * 4 * others["elements far"]),
         cache=more("cache", "half the cache", near, others),
         column=more("columns", "sum", 4 * TALL * ACROSS) if "columns" in found else 0.0,
@@ -185,22 +205,25 @@ def costs(
 def measure() -> Calibration:
     """This machine's."""
     threads = torch.get_num_threads()
-    ours, theirs = our_steps(), their_steps()
-    for step in (*ours.values(), *theirs.values()):
-        step()
-    machine = times(machine_steps())
-    machine |= {"elements far": elements_far(), "elements near": elements_near()}
-    both = times(
-        {f"our {name}": step for name, step in ours.items()}
-        | {f"their {name}": step for name, step in theirs.items()}
-    )
+    ours, theirs, machine = our_steps(), their_steps(), machine_steps()
+    near = {"elements far": elements_far(), "elements near": elements_near(), **times(machine)}
+    sides = {f"our {name}": step for name, step in ours.items()}
+    sides |= {f"their {name}": step for name, step in theirs.items()}
+    found = times(sides)
+    # A model's step has swept everything out of the caches before a kernel is called.
+    calls = {name: step for name, step in sides.items() if name.split()[-1] in STARTS}
+    found |= times(calls, before=machine["memory"])
     one, other = (
-        {name.removeprefix(side): time for name, time in both.items() if name.startswith(side)}
+        {name.removeprefix(side): time for name, time in found.items() if name.startswith(side)}
         for side in ("our ", "their ")
     )
     return Calibration(
-        costs(one, machine, threads, 0.0), costs(other, machine, threads, other["nothing"])
+        costs(one, near, threads, 0.0), costs(other, near, threads, other["nothing"])
     )
+
+
+# By which the start of a call is measured.
+STARTS = ("half", "full", "nothing")
 
 
 def table(measured: Calibration) -> Table:

@@ -55,6 +55,7 @@ TIMES = {
     "exp": 100.0 + ELEMENTS,
     "log": 99.0,
     "plain": 100.0,
+    "full": 100.0,
     "half": 80.0,
     "wide": 50.0,
     "narrow": 50.0 + 2 * (ELEMENTS // calibrate.NARROW - calibrate.ROWS),
