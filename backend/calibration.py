@@ -33,6 +33,7 @@ SHIPPED = Calibration(
         cache=0.02e-9,
         column=0.0,
         row=5e-9,
+        piece=5e-9,
         functions=(("div", 0.1e-9), ("exp", 0.2e-9)),
     ),
     theirs=Costs(
@@ -41,6 +42,7 @@ SHIPPED = Calibration(
         cache=0.02e-9,
         column=0.05e-9,
         row=5e-9,
+        piece=5e-9,
         functions=(("div", 0.1e-9), ("exp", 0.4e-9)),
     ),
 )

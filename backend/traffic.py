@@ -65,6 +65,8 @@ def traffic(
     whole = {name: sweeps.bytes(access, frozenset()) for name, access in loaded.items()}
     largest = max(whole.values(), default=0)
     done = _Done(plan, lengths)
+    # Rows of one axis are jammed, several at a time.
+    piece = lengths[plan.vector] if plan.vector in plan.local and len(plan.local) > 1 else 0
     workers = max(1, min(conditions.threads, done.elements // ELEMENTS_PER_WORKER))
     return Work(
         sum(whole[name] * counts[name] for name in loaded),
@@ -73,8 +75,9 @@ def traffic(
         again=sum(whole[name] * max(0, done.loads[name] - counts[name]) for name in loaded)
         + done.array_bytes(workers),
         functions=tuple(sorted(done.functions.items())),
-        rows=done.rows,
-        piece=lengths[plan.vector],
+        rows=0 if piece else done.rows,
+        pieces=done.rows if piece else 0,
+        piece=piece,
         workers=workers,
     )
 

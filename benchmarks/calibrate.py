@@ -16,6 +16,7 @@ from rich.table import Table
 
 from normpass.backend import calibration
 from normpass.backend.caches import caches_of, private_cache
+from normpass.backend.runtime import ELEMENTS_PER_WORKER, CallSite, kernel
 from normpass.benchmarks.measure import cpu_seconds
 from normpass.passes.cost import Calibration, Costs
 
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-REPEATS = 500
+REPEATS = 200
 SAMPLE_SECONDS = 2e-4
 # Enough for every worker, and little enough for its own cache.
 ROWS, WIDTH = 512, 256
 # So many elements in rows of so few.
 NARROW = 32
+# And so many examples.
+EXAMPLES = 8
 # As many rows for a column's sum.
 TALL, ACROSS = 2048, 256
 
@@ -69,21 +72,38 @@ def pointwise(name: str, call: str) -> str:
 
 
 def centred(width: int) -> str:
-    """A region that reads its rows twice: x - amax(x)."""
+    """A region that reads its rows twice: x - sum(x)."""
     return "\n".join(
         (
             "region calibrate_rows",
             f"axes    r=? c={width}",
             "input   x: f32[r c]",
-            "amax    = amax[c](x)",
-            "y       = sub(x, amax)",
+            "sum     = sum[c](x)",
+            "y       = sub(x, sum)",
             "output  y0: f32[r c] = y",
         )
     )
 
 
-def minus_largest(x: Tensor) -> Tensor:
-    return x - x.amax(-1, keepdim=True)
+def minus_sum(x: Tensor) -> Tensor:
+    return x - x.sum(-1, keepdim=True)
+
+
+# The same of rows in pieces.
+PIECES = "\n".join(
+    (
+        "region calibrate_pieces",
+        f"axes    n={EXAMPLES} r=? c={NARROW}",
+        "input   x: f32[n r c]",
+        "sum     = sum[n c](x)",
+        "y       = sub(x, sum)",
+        "output  y0: f32[n r c] = y",
+    )
+)
+
+
+def minus_sum_of_pieces(x: Tensor) -> Tensor:
+    return x - x.sum((0, 2), keepdim=True)
 
 
 def times(
@@ -108,7 +128,6 @@ def times(
 
 def our_steps() -> dict[str, Callable[[], object]]:
     """Kernels of ours; all of them compile at once."""
-    from normpass.backend.runtime import CallSite, kernel
 
     def step(text: str, x: Tensor) -> Callable[[], object]:
         kernel(text)
@@ -118,36 +137,58 @@ def our_steps() -> dict[str, Callable[[], object]]:
     x = positive(ROWS, WIDTH)
     steps = {name: step(pointwise(name, call), x) for name, call in CALLS.items()}
     steps["plain"] = step(pointwise("plain", PLAIN), x)
-    steps["full"] = step(pointwise("plain", PLAIN), x)
-    steps["half"] = step(pointwise("plain", PLAIN), positive(ROWS // 2, WIDTH))
     steps["wide"] = step(centred(WIDTH), x)
     steps["narrow"] = step(centred(NARROW), x.view(-1, NARROW))
+    pieces = x.view(EXAMPLES, -1, NARROW)
+    kernel(PIECES)
+    site = CallSite()
+    steps["pieces"] = lambda: site([pieces], [pieces.shape[1]], PIECES)
     return steps
 
 
 def their_steps() -> dict[str, Callable[[], object]]:
     """The same compiled by stock Inductor, and a sum over rows, a sum over columns, a variance."""
-    x, half, tall = positive(ROWS, WIDTH), positive(ROWS // 2, WIDTH), positive(TALL, ACROSS)
-    few = positive(1, 1)
+    x, tall = positive(ROWS, WIDTH), positive(TALL, ACROSS)
 
-    def step(function: Callable[..., object], *inputs: Tensor) -> Callable[[], object]:
-        compiled: Any = torch.compile(function, backend="inductor", dynamic=False)
-        compiled(*inputs)
-        return lambda: compiled(*inputs)
+    def step(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+        return compiled(function, x, "inductor")
 
     steps = {name: step(function, x) for name, function in FUNCTIONS.items()}
     steps["plain"] = step(lambda x: x * 1.5, x)
-    # A product of ATen's, alone and beside a loop over so much and half as much.
-    steps["nothing"] = step(lambda few, x: few @ few, few, x)
-    steps["full"] = step(lambda few, x: (few @ few, x * 1.5), few, x)
-    steps["half"] = step(lambda few, x: (few @ few, x * 1.5), few, half)
-    steps["wide"] = step(minus_largest, x)
-    steps["narrow"] = step(minus_largest, x.view(-1, NARROW))
+    steps["wide"] = step(minus_sum, x)
+    steps["narrow"] = step(minus_sum, x.view(-1, NARROW))
+    steps["pieces"] = step(minus_sum_of_pieces, x.view(EXAMPLES, -1, NARROW))
     steps["sum"] = step(lambda x: x.sum(-1), tall)
     steps["columns"] = step(lambda x: x.sum(0), tall)
     steps["summed"] = step(lambda x: x.sum(-1), x)
     steps["variance"] = step(lambda x: x.var(-1, correction=0), x)
     return steps
+
+
+def compiled(
+    function: Callable[[Tensor], object], x: Tensor, backend: str, **options: Any
+) -> Callable[[], object]:
+    call: Any = torch.compile(function, backend=backend, dynamic=False, **options)
+    call(x)
+    return lambda: call(x)
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """A graph with a region, the same left to Inductor, and that in two groups of loops."""
+
+    def two_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+        return minus_sum(x), x.amax(0)
+
+    def one_group(x: Tensor) -> tuple[Tensor, Tensor]:
+        return minus_sum(x), x.amax(1)
+
+    x = positive(torch.get_num_threads() * ELEMENTS_PER_WORKER // WIDTH, WIDTH)
+    return {
+        "ours": compiled(minus_sum, x, "normpass", options={"least_bytes": 0}),
+        "theirs": compiled(minus_sum, x, "inductor"),
+        "one": compiled(one_group, x, "inductor"),
+        "two": compiled(two_groups, x, "inductor"),
+    }
 
 
 def positive(*shape: int) -> Tensor:
@@ -168,7 +209,7 @@ def machine_steps() -> dict[str, Callable[[], object]]:
 
 def elements_far() -> int:
     """So many that no cache holds them."""
-    return max(4 * 1024 * 1024, caches_of("cpu").shared // 8)
+    return max(4 * 1024 * 1024, caches_of("cpu").shared // 4)
 
 
 def elements_near() -> int:
@@ -177,10 +218,10 @@ def elements_near() -> int:
 
 
 def costs(
-    found: Mapping[str, float], others: Mapping[str, float], threads: int, nothing: float
+    found: Mapping[str, float], others: Mapping[str, float], threads: int, launch: float
 ) -> Costs:
-    """Costs of one kind of code. found: times of its steps. others: of the machine's and Inductor's
-    own. nothing: what a step takes that does nothing.
+    """Costs of one kind of code. found: times of its steps. others: the machine's. launch: a call's
+    start.
     """
     elements = ROWS * WIDTH
 
@@ -193,11 +234,12 @@ def costs(
         functions["welford"] = more("variance", "summed", elements)
     near = 3 * 4 * others["elements near"]
     return Costs(
-        launch=max(0.0, 2 * found["half"] - found["full"] - nothing),
+        launch=launch,
         memory=others["memory"] * threads / (4 * 4 * others["elements far"]),
         cache=more("cache", "half the cache", near, others),
         column=more("columns", "sum", 4 * TALL * ACROSS) if "columns" in found else 0.0,
         row=more("narrow", "wide", 2 * (elements // NARROW - ROWS)),
+        piece=more("pieces", "wide", 2 * (elements // NARROW - ROWS)),
         functions=tuple(functions.items()),
     )
 
@@ -210,20 +252,15 @@ def measure() -> Calibration:
     sides = {f"our {name}": step for name, step in ours.items()}
     sides |= {f"their {name}": step for name, step in theirs.items()}
     found = times(sides)
-    # A model's step has swept everything out of the caches before a kernel is called.
-    calls = {name: step for name, step in sides.items() if name.split()[-1] in STARTS}
-    found |= times(calls, before=machine["memory"])
     one, other = (
         {name.removeprefix(side): time for name, time in found.items() if name.startswith(side)}
         for side in ("our ", "their ")
     )
-    return Calibration(
-        costs(one, near, threads, 0.0), costs(other, near, threads, other["nothing"])
-    )
-
-
-# By which the start of a call is measured.
-STARTS = ("half", "full", "nothing")
+    # A model's step has swept everything out of the caches before a kernel is called.
+    cold = times(calls(), before=machine["memory"])
+    group = max(0.0, cold["two"] - cold["one"])
+    call = group + max(0.0, cold["ours"] - cold["theirs"])
+    return Calibration(costs(one, near, threads, call), costs(other, near, threads, group))
 
 
 def table(measured: Calibration) -> Table:
@@ -250,6 +287,7 @@ UNITS = {
     "cache": ("ns/kB", 1e12),
     "column": ("ns/kB", 1e12),
     "row": ("ns", 1e9),
+    "piece": ("ns", 1e9),
 }
 
 
