@@ -14,6 +14,7 @@ does.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import sympy
@@ -25,18 +26,21 @@ from normpass.backend.tree import (
     CPU,
     GPU,
     Access,
+    Accumulate,
     Compute,
     Finish,
     Keep,
+    Leaf,
     Load,
     Loop,
     Node,
     Plan,
     Recall,
+    Regroup,
     Store,
 )
 from normpass.passes.cost import PRICED, Work
-from normpass.passes.region import parse, product
+from normpass.passes.region import REGROUP, parse, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -65,8 +69,6 @@ def traffic(
     whole = {name: sweeps.bytes(access, frozenset()) for name, access in loaded.items()}
     largest = max(whole.values(), default=0)
     done = _Done(plan, lengths)
-    # Rows of one axis are jammed, several at a time.
-    piece = lengths[plan.vector] if plan.vector in plan.local and len(plan.local) > 1 else 0
     workers = max(1, min(conditions.threads, done.elements // ELEMENTS_PER_WORKER))
     return Work(
         sum(whole[name] * counts[name] for name in loaded),
@@ -75,9 +77,9 @@ def traffic(
         again=sum(whole[name] * max(0, done.loads[name] - counts[name]) for name in loaded)
         + done.array_bytes(workers),
         functions=tuple(sorted(done.functions.items())),
-        rows=0 if piece else done.rows,
-        pieces=done.rows if piece else 0,
-        piece=piece,
+        rows=done.rows,
+        regrouped=done.regrouped,
+        piece=lengths[plan.vector] if plan.vector in plan.local and len(plan.local) > 1 else 0,
         workers=workers,
     )
 
@@ -86,34 +88,44 @@ class _Done:
     """What a plan's loops do, counted while they are walked through.
 
     loads: in how many phases each tensor is read. functions: how often each is computed. rows: how
-    often a loop over lanes begins. kept: elements of arrays that are written or read.
+    often a loop over lanes begins. kept: elements of arrays that are written or read. partial:
+    elements of one worker's sums for all. regrouped: elements that are gone through one by one, by
+    other axes than the lanes'.
     """
 
     def __init__(self, plan: Plan, lengths: Mapping[str, int]) -> None:
         self.plan = plan
         self.lengths = lengths
+        self.regroups = any(op.fn == REGROUP for op in plan.region.ops)
         self.elements = product(lengths[axis.name] for axis in plan.axes)
-        self.loads: dict[str, int] = {}
-        self.functions: dict[str, int] = {}
-        self.rows = 0
-        self.kept = 0
-        self.partial = 0
-        self.walk(plan.body, 1)
+        self.loads: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
+        self.rows = self.kept = self.partial = self.regrouped = 0
+        self.walk(plan.body, 1, lanes=False)
 
-    def walk(self, body: Sequence[Node], times: int) -> None:
+    def walk(self, body: Sequence[Node], times: int, *, lanes: bool) -> None:
         for node in body:
             if isinstance(node, Loop):
-                self.rows += times * (node.axis.name == self.plan.vector)
-                self.walk(node.body, times * self.lengths[node.axis.name])
-            elif isinstance(node, Load):
-                name = node.access.buffer.name
-                self.loads[name] = self.loads.get(name, 0) + 1
-            elif isinstance(node, Compute) and node.op.fn in PRICED:
-                self.functions[node.op.fn] = self.functions.get(node.op.fn, 0) + times
-            elif isinstance(node, Keep | Recall):
+                along = node.axis.name == self.plan.vector
+                self.rows += times * along
+                self.walk(node.body, times * self.lengths[node.axis.name], lanes=lanes or along)
+            else:
+                self.leaf(node, times)
+                by_others = isinstance(node, Keep | Regroup) and self.regroups and not lanes
+                self.regrouped += times * by_others
+
+    def leaf(self, node: Leaf, times: int) -> None:
+        match node:
+            case Load(access):
+                self.loads[access.buffer.name] += 1
+            case Compute(op) if op.fn in PRICED:
+                self.functions[op.fn] += times
+            case Keep() | Recall() | Regroup():
                 self.kept += times
-            elif isinstance(node, Finish) and node.accumulator.shared:
-                self.partial += product(self.lengths[axis] for axis in node.accumulator.axes)
+            case Accumulate(accumulator) if accumulator.axes:
+                self.kept += times
+            case Finish(accumulator) if accumulator.shared:
+                self.partial += product(self.lengths[axis] for axis in accumulator.axes)
 
     def array_bytes(self, workers: int) -> int:
         """Of kept values, and of every worker's partial sums, which are written and read."""

@@ -36,8 +36,9 @@ class Work:
     once more, from cache. columns: of what is read, down columns, so that neighbours in memory are
     not read one after the other. for_its_sake: moved by others, so that it can be read. functions:
     how often each is computed, for an element. rows: how often a loop over neighbours in memory
-    begins; pieces: the same, where rows come in pieces of so many elements (piece; else 0).
-    launches: calls of a kernel, or loops of Inductor's. workers: how many can be busy.
+    begins. regrouped: elements that are gone through one by one, because rows come in pieces, and
+    piece: of how many elements; 0 where they do not. launches: calls of a kernel, or loops of
+    Inductor's. workers: how many can be busy.
     """
 
     read: int
@@ -48,7 +49,7 @@ class Work:
     for_its_sake: int = 0
     functions: tuple[tuple[str, int], ...] = ()
     rows: int = 0
-    pieces: int = 0
+    regrouped: int = 0
     piece: int = 0
     launches: int = 1
     workers: int = 1
@@ -63,8 +64,8 @@ class Costs:
     """Seconds for each unit of work of one kind of code.
 
     launch: a call. The others are one worker's, while all are busy: memory, cache: a byte. column:
-    a byte of a column, more than that. row, piece: the start of one. functions: one of an element,
-    more than an addition.
+    a byte of a column, more than that. row: the start of one. regroup: an element that is gone
+    through by itself. functions: one of an element, more than an addition.
     """
 
     launch: float
@@ -72,7 +73,7 @@ class Costs:
     cache: float
     column: float
     row: float
-    piece: float
+    regroup: float
     functions: tuple[tuple[str, float], ...]
 
     def of(self, function: str) -> float:
@@ -109,7 +110,7 @@ def parts(work: Work, costs: Costs) -> dict[str, float]:
         "cache": work.again * costs.cache,
         "columns": work.columns * costs.column,
         "functions": sum(count * costs.of(name) for name, count in work.functions),
-        "rows": work.rows * costs.row + work.pieces * costs.piece,
+        "rows": work.rows * costs.row + work.regrouped * costs.regroup,
     }
     return {
         "launches": work.launches * costs.launch,

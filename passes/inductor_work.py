@@ -76,11 +76,10 @@ class _Counted:
         rows = [self.loops.elements(loop.axes - self.neighbours) for loop in every]
         threads = self.conditions.threads
         largest = max(map(nbytes, self.sweeps), default=0)
-        read = self.read
-        if read + self.written > threads * self.conditions.private:
-            read += self.written  # a line is read before it is overwritten
+        # Where the workers' own caches do not keep it, a line is read before it is overwritten.
+        fills = self.written * (self.read + self.written > threads * self.conditions.private)
         return Work(
-            read,
+            self.read + fills,
             self.written,
             max((n for x, n in self.sweeps.items() if nbytes(x) == largest), default=1),
             again=self.again,
@@ -110,7 +109,7 @@ class _Counted:
                 if root in self.loops.stored:
                     touched.add(root)
                     self.store(root, group, fits)
-            self.functions.update(self.computed(loop))
+            self.functions.update(self.computed(group, loop))
 
     def store(self, value: Node, group: Group, fits: bool) -> None:
         """Counts how a stored value is written: to cache, if only its own group reads it."""
@@ -162,19 +161,22 @@ class _Counted:
 
     # ---- what is computed
 
-    def computed(self, loop: Loop) -> Counter[str]:
-        """How often each function is computed in a loop."""
+    def computed(self, group: Group, loop: Loop) -> Counter[str]:
+        """How often each function is computed in a loop: once for all its elements, where what it
+        is of does not change with them.
+        """
         within: dict[Node, None] = dict.fromkeys(loop.roots)
         for node in (node for root in loop.roots for node in self.loops.above(root)):
             if node not in self.inside and only_computed_for(node, self.inside):
                 within |= dict.fromkeys(sources(node, self.inside).computed)
             elif node not in self.loops.stored:
                 within[node] = None
-        elements = self.loops.elements(loop.axes)
         found: Counter[str] = Counter()
         for node in within:
+            outer = node in self.loops.domain.dims and self.loops.axes(node) <= group.outer
+            axes = group.outer if outer and node not in loop.roots else loop.axes
             for name in self.priced(node, node in loop.roots):
-                found[name] += elements
+                found[name] += self.loops.elements(axes)
         return found
 
     def priced(self, node: Node, is_root: bool) -> list[str]:
