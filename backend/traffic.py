@@ -26,7 +26,6 @@ from normpass.backend.tree import (
     CPU,
     GPU,
     Access,
-    Accumulate,
     Compute,
     Finish,
     Keep,
@@ -120,12 +119,14 @@ class _Done:
                 self.loads[access.buffer.name] += 1
             case Compute(op) if op.fn in PRICED:
                 self.functions[op.fn] += times
-            case Keep() | Recall() | Regroup():
-                self.kept += times
-            case Accumulate(accumulator) if accumulator.axes:
-                self.kept += times
+            case Keep(value) | Recall(value):
+                self.kept += min(times, self.size(value))
             case Finish(accumulator) if accumulator.shared:
                 self.partial += product(self.lengths[axis] for axis in accumulator.axes)
+
+    def size(self, value: str) -> int:
+        """Elements of a value. What is read for each row again stays near."""
+        return product(self.lengths[axis] for axis in self.plan.region.varies[value])
 
     def array_bytes(self, workers: int) -> int:
         """Of kept values, and of every worker's partial sums, which are written and read."""

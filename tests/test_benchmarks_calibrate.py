@@ -55,26 +55,31 @@ TIMES = {
     "exp": 100.0 + ELEMENTS,
     "log": 99.0,
     "plain": 100.0,
-    "full": 100.0,
-    "half": 80.0,
     "wide": 50.0,
     "narrow": 50.0 + 2 * (ELEMENTS // calibrate.NARROW - calibrate.ROWS),
 }
 
 
 def test_constants_are_differences_of_times() -> None:
-    found = calibrate.costs(TIMES, MACHINE, threads=2, nothing=10.0)
-    assert found.launch == 2 * 80 - 100 - 10  # at no elements, by a line through two sizes
+    found = calibrate.costs(TIMES, MACHINE, threads=2, launch=7.0)
+    assert found.launch == 7.0
     # Two workers, so that each takes twice as long for a byte.
     assert found.memory == 2.0
     assert found.cache == 2 * 2.0
     assert found.row == 2.0
-    assert found.column == 0
+    assert found.column == found.regroup == 0
     assert dict(found.functions) == {
         **dict.fromkeys(calibrate.FUNCTIONS, 0.0),
         "exp": 2.0,
         "log": 0.0,  # no less than nothing
     }
+
+
+def test_what_ours_alone_do() -> None:
+    found = calibrate.costs(
+        {**TIMES, "whole": 9.0, "pieces": 9.0 + calibrate.REGROUPED_NUMBERS}, MACHINE, 2, 7.0
+    )
+    assert found.regroup == 2.0
 
 
 def test_what_inductor_alone_does() -> None:
@@ -84,7 +89,7 @@ def test_what_inductor_alone_does() -> None:
         "summed": 3.0,
         "variance": 3.0 + ELEMENTS / 2,
     }
-    found = calibrate.costs({**TIMES, **extra}, MACHINE, threads=2, nothing=10.0)
+    found = calibrate.costs({**TIMES, **extra}, MACHINE, threads=2, launch=7.0)
     assert found.column == 2.0
     assert found.of("welford") == 1.0
 

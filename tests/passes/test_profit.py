@@ -19,9 +19,16 @@ if TYPE_CHECKING:
     from normpass.passes.lower import Lowered
     from normpass.passes.pipeline import Decision
 
-# A byte of memory takes 2 s, one of cache 1 s, a call 100 s, an exponential 10 s, a row 5 s.
+# A byte of memory takes 2 s, one of cache 1 s, a call 100 s, an exponential 10 s, a row 5 s, an
+# element that is regrouped 4 s.
 COSTS = Costs(
-    launch=100, memory=2, cache=1, column=3, row=5, functions=(("exp", 10.0), ("div", 1.0))
+    launch=100,
+    memory=2,
+    cache=1,
+    column=3,
+    row=5,
+    regroup=4,
+    functions=(("exp", 10.0), ("div", 1.0)),
 )
 ALIKE = Calibration(COSTS, COSTS)
 WORK = Work(read=200, written=100, again=50, functions=(("div", 10), ("exp", 20)), rows=4)
@@ -44,6 +51,7 @@ def test_what_work_costs_by_hand() -> None:
     assert seconds(WORK, COSTS) == 100 + 600 + 50 + 210 + 20
     assert seconds(replace(WORK, columns=7), COSTS) == 980 + 21
     assert seconds(replace(WORK, for_its_sake=7), COSTS) == 980 + 14
+    assert seconds(replace(WORK, regrouped=7), COSTS) == 980 + 28
 
 
 def test_workers_share_all_but_calls() -> None:
@@ -99,11 +107,11 @@ def test_more_memory_for_its_sake() -> None:
 
 
 def test_short_rows() -> None:
-    # 30 rows more take 150 s, of which 100 s are saved elsewhere: twice as long, half as many.
-    slow = replace(LESS, rows=34, piece=32)
+    # 150 s more, of which 100 s are saved elsewhere: in pieces half as long again it would pay.
+    slow = replace(LESS, rows=14, regrouped=25, piece=32)
     expected = "short rows: they lie in pieces of 32 elements, a kernel of its own pays from 48"
     assert reason(slow, WORK) == expected
-    assert reason(replace(slow, rows=23), WORK) is None
+    assert reason(replace(slow, regrouped=12), WORK) is None
     alone = replace(WORK, rows=34, piece=32)
     assert reason(alone, WORK) == "short rows: they lie in pieces of 32 elements"
 
