@@ -78,7 +78,7 @@ def traffic(
         functions=tuple(sorted(done.functions.items())),
         rows=done.rows,
         regrouped=done.regrouped,
-        piece=lengths[plan.vector] if plan.vector in plan.local and len(plan.local) > 1 else 0,
+        piece=lengths[plan.vector],
         workers=workers,
     )
 

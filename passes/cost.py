@@ -36,9 +36,9 @@ class Work:
     once more, from cache. columns: of what is read, down columns, so that neighbours in memory are
     not read one after the other. for_its_sake: moved by others, so that it can be read. functions:
     how often each is computed, for an element. rows: how often a loop over neighbours in memory
-    begins. regrouped: elements that are gone through one by one, because rows come in pieces, and
-    piece: of how many elements; 0 where they do not. launches: calls of a kernel, or loops of
-    Inductor's. workers: how many can be busy.
+    begins, and piece: of how many. regrouped: elements that are gone through one by one, because
+    pieces are short. launches: calls of a kernel, or loops of Inductor's. workers: how many can be
+    busy.
     """
 
     read: int

@@ -59,7 +59,8 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
         levels(nodes),
         sizes,
         for_its_sake=sum(2 * nbytes(x) for x in made),
-        made=sum(map(nbytes, (*made, *of))),
+        # A line is read before it is overwritten.
+        made=2 * sum(map(nbytes, made)) + sum(map(nbytes, of)),
     )
 
 
