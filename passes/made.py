@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from normpass.passes.vocabulary import IDENTITY, VIEWS, Kind, kind_of
+from normpass.passes.vocabulary import DTYPES, IDENTITY, VIEWS, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -37,6 +37,12 @@ def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
 def is_loop(node: Node) -> bool:
     """Whether Inductor computes a node where it is used, or in one loop with what uses it."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in IDENTITY
+
+
+def made_of_integers(node: Node, inside: Container[Node]) -> bool:
+    """Whether an integer is among what a region's input is made of."""
+    made = sources(node, inside)
+    return any(each.meta["val"].dtype not in DTYPES for each in (*made.read, *made.computed))
 
 
 def sources(node: Node, inside: Container[Node]) -> Sources:

@@ -18,8 +18,13 @@ def hint(size: int | torch.SymInt) -> int:
 
 def nbytes(node: Node) -> int:
     """The bytes of a node's tensor that memory holds (an expanded one repeats some)."""
-    tensor = node.meta["val"]
-    count: int = tensor.dtype.itemsize
+    itemsize: int = node.meta["val"].dtype.itemsize
+    return itemsize * elements(node)
+
+
+def elements(node: Node) -> int:
+    """The elements of a node's tensor that memory holds."""
+    tensor, count = node.meta["val"], 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if not (isinstance(stride, int) and stride == 0):
             count *= hint(size)

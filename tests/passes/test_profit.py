@@ -26,6 +26,7 @@ COSTS = Costs(
     memory=2,
     cache=1,
     column=3,
+    integer=6,
     row=5,
     regroup=4,
     functions=(("exp", 10.0), ("div", 1.0)),
@@ -51,6 +52,7 @@ def test_what_work_costs_by_hand() -> None:
     assert seconds(WORK, COSTS) == 100 + 600 + 50 + 210 + 20
     assert seconds(replace(WORK, columns=7), COSTS) == 980 + 21
     assert seconds(replace(WORK, for_its_sake=7), COSTS) == 980 + 14
+    assert seconds(replace(WORK, integers=7), COSTS) == 980 + 42
     assert seconds(replace(WORK, regrouped=7), COSTS) == 980 + 28
 
 
@@ -104,6 +106,8 @@ def test_more_memory_for_its_sake() -> None:
     expected = "more memory: 120 B of 300 B would hold what Inductor computes where it is used"
     assert reason(LESS, WORK, estimate) == expected
     assert reason(LESS, WORK, replace(estimate, made=49)) is None
+    assert reason(LESS, WORK, replace(estimate, made=40, integers=4)) == expected
+    assert reason(LESS, WORK, replace(estimate, made=40, integers=3)) is None
 
 
 def test_short_rows() -> None:
@@ -214,3 +218,25 @@ def test_where_nothing_was_measured_sizes_decide(
 ) -> None:
     expected = "too small: it moves 131 kB, a kernel of its own pays from 4.19 MB"
     assert refused(decide(0, conditions)) == expected
+
+
+def test_a_mask_made_of_integers_is_dear_to_write() -> None:
+    index, wanted = torch.randint(256, (64, 1)), torch.randn(64, 1)
+
+    def estimated(function: Callable[..., Tensor], *inputs: Tensor) -> Estimate:
+        seen: list[Estimate] = []
+
+        def kernel(lowered: Lowered, cost: Estimate) -> Work:
+            seen.append(cost)
+            return Work(0, 0)
+
+        fuse_graph(trace(function, *inputs).graph, lambda *_: None, least_bytes=0, kernel=kernel)
+        return seen[0]
+
+    hot = estimated(lambda x, i: (x * (torch.arange(256) == i)).softmax(-1), X, index)
+    # It is written, for which its lines are read, and its indices are read.
+    assert (hot.integers, hot.made) == (X.numel(), 2 * X.numel() + 8 * 256 + 8 * 64)
+    kept = estimated(lambda x, i: (x * (torch.arange(256) == i).sin()).softmax(-1), X, index)
+    assert kept.integers == X.numel()
+    none = estimated(lambda x, i: (x + i).softmax(-1), X, wanted)
+    assert (none.integers, none.made, none.for_its_sake) == (0, 0, 0)
