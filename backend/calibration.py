@@ -26,6 +26,8 @@ VARIABLE = "NORMPASS_CALIBRATION"
 # Of what the constants mean: a file of another one is foreign.
 FORMAT = 1
 
+# Of Zen 4 with AVX-512, torch 2.13. A launch is what a region of ours takes more than Inductor's
+# loops between two sweeps of the last cache, where two cores are busy: less by far in a warm loop.
 SHIPPED = Calibration(
     ours=Costs(
         launch=13e-6,

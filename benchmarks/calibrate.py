@@ -17,7 +17,7 @@ from rich.table import Table
 from normpass.backend import calibration
 from normpass.backend.caches import caches_of, private_cache
 from normpass.backend.runtime import ELEMENTS_PER_WORKER, CallSite, kernel
-from normpass.benchmarks.measure import cpu_seconds
+from normpass.benchmarks.measure import cpu_seconds, keep_freed_memory
 from normpass.passes.cost import Calibration, Costs
 
 if TYPE_CHECKING:
@@ -262,8 +262,8 @@ def measure() -> Calibration:
         for side in ("our ", "their ")
     )
     # A model's step has swept everything out of the caches before a kernel is called.
-    cold = times(graphs(), before=machine["memory"])
-    warm = times(graphs())
+    calls = graphs()
+    cold, warm = times(calls, before=machine["memory"]), times(calls)
     group = max(0.0, warm["two"] - warm["one"])
     call = group + max(0.0, cold["ours"] - cold["theirs"])
     return Calibration(costs(one, near, threads, call), costs(other, near, threads, group))
@@ -305,6 +305,7 @@ def flat(costs: Costs) -> dict[str, float]:
 
 def run(console: Console) -> int:
     """Measures, prints and saves."""
+    keep_freed_memory()
     measured = measure()
     file = calibration.path()
     calibration.save(measured, file)

@@ -1,7 +1,6 @@
 """What work costs: one currency, seconds, for a kernel of ours and for what Inductor would do.
 
-Constants are measured by `normpass bench --calibrate`; these are from a run on two cores of an AMD
-EPYC with AVX-512 (Zen 4).
+What a unit of work takes is measured (backend/calibration.py): here is how that is put together.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ class Work:
     read, written: from and to memory. passes: how often it goes over its largest input. again: read
     once more, from cache. columns: of what is read, down columns, so that neighbours in memory are
     not read one after the other. for_its_sake: moved by others, so that it can be read, and
-    integers: elements of that which are made of integers. functions:
-    how often each is computed, for an element. rows: how often a loop over neighbours in memory
-    begins, and piece: of how many. regrouped: elements that are gone through one by one, because
-    pieces are short. launches: calls of a kernel, or loops of Inductor's. workers: how many can be
-    busy.
+    integers: elements of that which are made of integers. functions: how often each is computed,
+    for an element. rows: how often a loop over neighbours in memory begins, and piece: of how many.
+    regrouped: elements that are gone through one by one, because pieces are short. launches: calls
+    of a kernel, or groups of Inductor's loops. workers: how many can be busy.
     """
 
     read: int
@@ -67,8 +65,8 @@ class Costs:
 
     launch: a call. The others are one worker's, while all are busy: memory, cache: a byte. column:
     a byte of a column, more than that. integer: an element made of integers that Inductor writes:
-    it does so one by one. row: the start of one. regroup: an element that is gone
-    through by itself. functions: one of an element, more than an addition.
+    it does so one by one. row: the start of one. regroup: an element that is gone through by
+    itself. functions: one of an element, more than an addition.
     """
 
     launch: float

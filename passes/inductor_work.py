@@ -139,7 +139,7 @@ class _Counted:
         turns = self.loops.elements(group.outer)
         last = self.loops.order[-1]
         if last in group.outer:
-            turns //= min(LANES, self.loops.extents[last])
+            turns //= max(1, min(LANES, self.loops.extents[last]))
         return sum(map(nbytes, touched)) // max(1, turns) <= self.conditions.caches.worker
 
     def goes_down_columns(self, group: Group, loop: Loop, tensor: Node) -> bool:

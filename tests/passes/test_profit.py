@@ -9,12 +9,15 @@ import pytest
 import torch
 from tracing import trace
 
+from normpass.passes import pipeline
 from normpass.passes.cost import Caches, Calibration, Conditions, Costs, Work, parts, seconds
 from normpass.passes.pipeline import Fused, Refused, fuse_graph
 from normpass.passes.profit import Estimate, slower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from normpass.passes.lower import Lowered
     from normpass.passes.pipeline import Decision
@@ -218,6 +221,20 @@ def test_where_nothing_was_measured_sizes_decide(
 ) -> None:
     expected = "too small: it moves 131 kB, a kernel of its own pays from 4.19 MB"
     assert refused(decide(0, conditions)) == expected
+
+
+def test_nothing_is_compared_where_there_is_no_element() -> None:
+    graph = trace(lambda x: x.softmax(-1), X[:0]).graph
+    (decision,) = fuse_graph(graph, lambda *_: None, conditions=lambda device: CONDITIONS)
+    assert refused(decision) == "too small: it moves 0 B, where a call costs more than it saves"
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+def test_a_fault_in_the_comparison_leaves_a_region_to_inductor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "theirs", None)
+    assert "a fault of normpass in weighing" in refused(decide(0))
 
 
 def test_a_mask_made_of_integers_is_dear_to_write() -> None:
