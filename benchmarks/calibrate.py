@@ -193,21 +193,21 @@ def positive(*shape: int) -> Tensor:
 
 
 def machine_steps() -> dict[str, Callable[[], object]]:
-    """Memory and cache, by additions into memory that is there; and masks that are written, made
-    of floats and of integers.
+    """Memory and cache, by additions into memory that is there; and numbers and truth values
+    that Inductor writes.
     """
 
     def step(elements: int) -> Callable[[], object]:
         x, y, z = (positive(elements) for _ in range(3))
         return lambda: torch.add(x, y, out=z)
 
-    near, numbers = elements_near(), torch.arange(ROWS)[:, None]
+    near, x = elements_near(), positive(ROWS, WIDTH)
     return {
         "memory": step(elements_far()),
         "cache": step(2 * near),
         "half the cache": step(near),
-        "floats": compiled(lambda x: x == torch.ones(WIDTH), numbers.float(), "inductor"),
-        "integers": compiled(lambda x: x == torch.arange(WIDTH), numbers, "inductor"),
+        "numbers": compiled(lambda x: x - 1.0, x, "inductor"),
+        "truths": compiled(lambda x: x > 1.0, x, "inductor"),
     }
 
 
@@ -241,7 +241,7 @@ def costs(
         launch=launch,
         memory=others["memory"] * threads / (4 * 4 * others["elements far"]),
         cache=more("cache", "half the cache", near, others),
-        integer=more("integers", "floats", elements, others),
+        truth=more("truths", "numbers", elements, others),
         column=more("columns", "sum", 4 * TALL * ACROSS) if "columns" in found else 0.0,
         row=more("narrow", "wide", 2 * (elements // NARROW - ROWS)),
         regroup=more("pieces", "whole", REGROUPED_NUMBERS) if "pieces" in found else 0.0,
@@ -292,7 +292,7 @@ UNITS = {
     "memory": ("ns/kB", 1e12),
     "cache": ("ns/kB", 1e12),
     "column": ("ns/kB", 1e12),
-    "integer": ("ns", 1e9),
+    "truth": ("ns", 1e9),
     "row": ("ns", 1e9),
     "regroup": ("ns", 1e9),
 }

@@ -34,7 +34,7 @@ class Work:
     read, written: from and to memory. passes: how often it goes over its largest input. again: read
     once more, from cache. columns: of what is read, down columns, so that neighbours in memory are
     not read one after the other. for_its_sake: moved by others, so that it can be read, and
-    integers: elements of that which are made of integers. functions: how often each is computed,
+    truths: truth values among that. functions: how often each is computed,
     for an element. rows: how often a loop over neighbours in memory begins, and piece: of how many.
     regrouped: elements that are gone through one by one, because pieces are short. launches: calls
     of a kernel, or groups of Inductor's loops. workers: how many can be busy.
@@ -46,7 +46,7 @@ class Work:
     again: int = 0
     columns: int = 0
     for_its_sake: int = 0
-    integers: int = 0
+    truths: int = 0
     functions: tuple[tuple[str, int], ...] = ()
     rows: int = 0
     regrouped: int = 0
@@ -64,8 +64,8 @@ class Costs:
     """Seconds for each unit of work of one kind of code.
 
     launch: a call. The others are one worker's, while all are busy: memory, cache: a byte. column:
-    a byte of a column, more than that. integer: an element made of integers that Inductor writes:
-    it does so one by one. row: the start of one. regroup: an element that is gone through by
+    a byte of a column, more than that. truth: a truth value that Inductor writes: it does so
+    one by one. row: the start of one. regroup: an element that is gone through by
     itself. functions: one of an element, more than an addition.
     """
 
@@ -73,7 +73,7 @@ class Costs:
     memory: float
     cache: float
     column: float
-    integer: float
+    truth: float
     row: float
     regroup: float
     functions: tuple[tuple[str, float], ...]
@@ -108,7 +108,7 @@ def parts(work: Work, costs: Costs) -> dict[str, float]:
     """What a work's parts take, in seconds."""
     shared = {
         "memory": work.moved * costs.memory,
-        "for its sake": work.for_its_sake * costs.memory + work.integers * costs.integer,
+        "for its sake": work.for_its_sake * costs.memory + work.truths * costs.truth,
         "cache": work.again * costs.cache,
         "columns": work.columns * costs.column,
         "functions": sum(count * costs.of(name) for name, count in work.functions),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from normpass.passes.vocabulary import DTYPES, IDENTITY, VIEWS, Kind, kind_of
+from normpass.passes.vocabulary import IDENTITY, VIEWS, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -39,10 +39,23 @@ def is_loop(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in IDENTITY
 
 
-def made_of_integers(node: Node, inside: Container[Node]) -> bool:
-    """Whether an integer is among what a region's input is made of."""
-    made = sources(node, inside)
-    return any(each.meta["val"].dtype not in DTYPES for each in (*made.read, *made.computed))
+def is_truth(node: Node) -> bool:
+    return bool(node.meta["val"].dtype is torch.bool)
+
+
+def sharers(node: Node, inside: Container[Node]) -> int:
+    """How many need a region's input in memory, if all that read it are regions."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return 1 + sum(user not in inside for user in _readers(node))
+
+
+def _readers(node: Node) -> set[Node]:
+    """Who reads a node, through views too."""
+    found: set[Node] = set()
+    for user in node.users:
+        found |= _readers(user) if user.target in VIEWS else {user}
+    return found
 
 
 def sources(node: Node, inside: Container[Node]) -> Sources:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from normpass.passes.cost import parts, seconds
-from normpass.passes.made import made_of_integers, only_computed_for, sources
+from normpass.passes.made import is_truth, only_computed_for, sharers, sources
 from normpass.passes.rewrite import locate
 from normpass.passes.sizes import elements, hint, human, nbytes
 from normpass.passes.vocabulary import Kind, kind_of, step_of_sum
@@ -36,8 +36,8 @@ class Estimate:
     least: every input read once, every output written once. What a kernel really moves depends on
     its plan: backend/traffic.py. levels: how many reductions wait for one another. sizes: the
     region's run-time sizes in the example. for_its_sake: what Inductor would compute where it is
-    used, and has to write and the region to read. made: what is moved to make that, and integers:
-    elements of it that are made of integers.
+    used, and has to write and the region to read. made: what is moved to make that, and truths:
+    truth values among it; of what others need too, a region's share.
     """
 
     least: int
@@ -45,7 +45,7 @@ class Estimate:
     sizes: tuple[int, ...]
     for_its_sake: int = 0
     made: int = 0
-    integers: int = 0
+    truths: int = 0
 
 
 def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
@@ -62,8 +62,8 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
         sizes,
         for_its_sake=sum(2 * nbytes(x) for x in made),
         # A line is read before it is overwritten.
-        made=2 * sum(map(nbytes, made)) + sum(map(nbytes, of)),
-        integers=sum(elements(x) for x in made if made_of_integers(x, inside)),
+        made=sum(2 * nbytes(x) // sharers(x, inside) for x in made) + sum(map(nbytes, of)),
+        truths=sum(elements(x) // sharers(x, inside) for x in made if is_truth(x)),
     )
 
 
@@ -115,7 +115,7 @@ def slower(estimate: Estimate, ours: Work, theirs: Work, calibration: Calibratio
 
     theirs is what Inductor does with the nodes, ours a kernel of its own.
     """
-    ours = replace(ours, for_its_sake=estimate.made, integers=estimate.integers)
+    ours = replace(ours, for_its_sake=estimate.made, truths=estimate.truths)
     one, other = parts(ours, calibration.ours), parts(theirs, calibration.theirs)
     more = {part: one[part] - other[part] for part in one}
     if sum(more.values()) < 0:

@@ -49,8 +49,8 @@ MACHINE = {
     "cache": 12.0 * 64 * 3,
     "half the cache": 12.0 * 64,
     "elements near": 64,
-    "floats": 3.0,
-    "integers": 3.0 + 5 * ELEMENTS,
+    "numbers": 3.0,
+    "truths": 3.0 + 5 * ELEMENTS,
 }
 TIMES = {
     **dict.fromkeys(calibrate.FUNCTIONS, 100.0),
@@ -68,7 +68,7 @@ def test_constants_are_differences_of_times() -> None:
     # Two workers, so that each takes twice as long for a byte.
     assert found.memory == 2.0
     assert found.cache == 2 * 2.0
-    assert found.integer == 2 * 5.0
+    assert found.truth == 2 * 5.0
     assert found.row == 2.0
     assert found.column == found.regroup == 0
     assert dict(found.functions) == {

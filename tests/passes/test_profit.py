@@ -29,7 +29,7 @@ COSTS = Costs(
     memory=2,
     cache=1,
     column=3,
-    integer=6,
+    truth=6,
     row=5,
     regroup=4,
     functions=(("exp", 10.0), ("div", 1.0)),
@@ -55,7 +55,7 @@ def test_what_work_costs_by_hand() -> None:
     assert seconds(WORK, COSTS) == 100 + 600 + 50 + 210 + 20
     assert seconds(replace(WORK, columns=7), COSTS) == 980 + 21
     assert seconds(replace(WORK, for_its_sake=7), COSTS) == 980 + 14
-    assert seconds(replace(WORK, integers=7), COSTS) == 980 + 42
+    assert seconds(replace(WORK, truths=7), COSTS) == 980 + 42
     assert seconds(replace(WORK, regrouped=7), COSTS) == 980 + 28
 
 
@@ -109,8 +109,8 @@ def test_more_memory_for_its_sake() -> None:
     expected = "more memory: 120 B of 300 B would hold what Inductor computes where it is used"
     assert reason(LESS, WORK, estimate) == expected
     assert reason(LESS, WORK, replace(estimate, made=49)) is None
-    assert reason(LESS, WORK, replace(estimate, made=40, integers=4)) == expected
-    assert reason(LESS, WORK, replace(estimate, made=40, integers=3)) is None
+    assert reason(LESS, WORK, replace(estimate, made=40, truths=4)) == expected
+    assert reason(LESS, WORK, replace(estimate, made=40, truths=3)) is None
 
 
 def test_short_rows() -> None:
@@ -237,23 +237,37 @@ def test_a_fault_in_the_comparison_leaves_a_region_to_inductor(
     assert "a fault of normpass in weighing" in refused(decide(0))
 
 
-def test_a_mask_made_of_integers_is_dear_to_write() -> None:
-    index, wanted = torch.randint(256, (64, 1)), torch.randn(64, 1)
+def estimated(function: Callable[..., object], *inputs: Tensor) -> Estimate:
+    """The estimate of the first region of a function."""
+    seen: list[Estimate] = []
 
-    def estimated(function: Callable[..., Tensor], *inputs: Tensor) -> Estimate:
-        seen: list[Estimate] = []
+    def kernel(lowered: Lowered, cost: Estimate) -> Work:
+        seen.append(cost)
+        return Work(0, 0)
 
-        def kernel(lowered: Lowered, cost: Estimate) -> Work:
-            seen.append(cost)
-            return Work(0, 0)
+    fuse_graph(trace(function, *inputs).graph, lambda *_: None, least_bytes=0, kernel=kernel)
+    return seen[0]
 
-        fuse_graph(trace(function, *inputs).graph, lambda *_: None, least_bytes=0, kernel=kernel)
-        return seen[0]
 
+def test_truth_values_are_dear_to_write() -> None:
+    index = torch.randint(256, (64, 1))
     hot = estimated(lambda x, i: (x * (torch.arange(256) == i)).softmax(-1), X, index)
-    # It is written, for which its lines are read, and its indices are read.
-    assert (hot.integers, hot.made) == (X.numel(), 2 * X.numel() + 8 * 256 + 8 * 64)
-    kept = estimated(lambda x, i: (x * (torch.arange(256) == i).sin()).softmax(-1), X, index)
-    assert kept.integers == X.numel()
-    none = estimated(lambda x, i: (x + i).softmax(-1), X, wanted)
-    assert (none.integers, none.made, none.for_its_sake) == (0, 0, 0)
+    # The mask is written, for which its lines are read, and what it is made of is read.
+    made = 2 * X.numel() + 8 * 256 + 8 * 64
+    assert (hot.truths, hot.made) == (X.numel(), made)
+    wide = estimated(lambda x, i: (x + (torch.arange(256) * i)).softmax(-1), X, index)
+    assert wide.truths == 0
+    none = estimated(lambda x, y: (x + y).softmax(-1), X, torch.randn(64, 1))
+    assert (none.truths, none.made, none.for_its_sake) == (0, 0, 0)
+
+
+def test_two_regions_share_a_mask() -> None:
+    index = torch.randint(256, (64, 1))
+
+    def f(x: Tensor, i: Tensor) -> Tensor:
+        hot = (torch.arange(256) == i)[None]
+        y = (x * hot).softmax(-1).cumsum(0)
+        return (y * hot).softmax(-1)
+
+    found = estimated(f, X[None], index)
+    assert (found.truths, found.made) == (X.numel() // 2, X.numel() + 8 * 256 + 8 * 64)
