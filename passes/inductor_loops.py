@@ -194,12 +194,12 @@ class InductorLoops:
         return list(found)
 
     def reductions(self, node: Node) -> list[Node]:
-        """The reductions whose results a node is computed from, without one in between."""
+        """The region's reductions whose results a node is computed from, without one in between."""
         found: dict[Node, None] = {}
         for each in self.above(node):
             if each in self.stored:
                 found |= dict.fromkeys(self.reductions(each))
-            elif kind_of(each) is Kind.REDUCTION:
+            elif each in self.inside and kind_of(each) is Kind.REDUCTION:
                 found[each] = None
         return list(found)
 

@@ -213,6 +213,18 @@ def test_a_stored_value_that_another_group_reads_is_in_memory() -> None:
     assert work(f, X).written == WHOLE + ROW + WHOLE
 
 
+def test_a_reduction_that_stays_outside_is_read() -> None:
+    graph = trace(lambda x: x.softmax(-1), X).graph
+    (largest,) = graph.find_nodes(op="call_function", target=aten.amax.default)
+    (seed,) = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    region = Grower(graph).grow(seed, {largest})
+    assert region is not None
+    lowered = lower("region", region.nodes, region.domain)
+    found = theirs(region.nodes, region.domain, lowered, (), LARGE)
+    assert largest in lowered.inputs
+    assert found.read == WHOLE + COLUMN
+
+
 def test_a_mask_is_made_where_it_is_used() -> None:
     index = torch.randint(C, (R, 1))
     found = work(lambda x, i: (x * (torch.arange(C) == i)).softmax(-1), X, index)
