@@ -5,6 +5,7 @@ Only labels: nothing in the engine depends on a name.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +68,12 @@ def inner_reductions(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _elements(node: Node) -> int:
+    """How many; an empty axis counts as one, so that the others still tell large from small."""
     value = node.meta["val"]
     tensor = value[0] if isinstance(value, tuple | list) else value
-    return hint(tensor.numel()) if isinstance(tensor, torch.Tensor) else 1
+    return (
+        math.prod(max(1, hint(n)) for n in tensor.shape) if isinstance(tensor, torch.Tensor) else 1
+    )
 
 
 def _telling(nodes: Sequence[Node]) -> list[Node]:
