@@ -150,7 +150,8 @@ def test_half_precision_is_rounded_where_inductor_is_told_so() -> None:
             assert count_fused() >= 1
             return float((found - eager).abs().max())
 
-        assert distance(emulate=True) < 1e-6
+        # Sums of float32 in another order: two units in the last place of the largest result.
+        assert distance(emulate=True) <= 2 * torch.finfo(torch.float32).eps * eager.abs().max()
         assert distance(emulate=False) > torch.finfo(dtype).eps / 8
 
 
