@@ -114,11 +114,14 @@ def rows_together(plan: Plan) -> Together | None:
     if axis.name in plan.local and len(plan.axes) > 2:
         return None  # its rows have sums in common
     row = plan.axis[plan.vector].hint * (8 if plan.region.compute_dtype is torch.float64 else 4)
-    arrays = any(
-        isinstance(node, Accumulate) and node.accumulator.axes
+    arrays = [
+        node.accumulator.axes
         for loop in plan.body
         for node in walk(loop)
-    )
+        if isinstance(node, Accumulate) and node.accumulator.axes
+    ]
+    if any(axis.name in axes for axes in arrays):
+        return None  # each is added to elements of its own, as a bias of every row
     if row < (JAM_FROM_WITH_ARRAYS if arrays else JAM_FROM):
         return None
     last = [child for child in loops[-1].body if isinstance(child, Loop)][-1]

@@ -244,3 +244,35 @@ output y: f32[n t c] = mul"""
 
     assert jam(text) == 1
     assert jam(text.replace("sum[t c]", "sum[c]")) == 4
+
+
+BIASED = f"""\
+region biased
+axes    b=? r=3 c={FOURFOLD}
+input   x: f32[b r c]
+sum     = sum[c](x)
+mean    = div(sum, {FOURFOLD})
+sub     = sub(x, mean)
+sum_1   = sum[b](sub)
+output  y: f32[b r c] = sub
+output  bias: f32[r c] = sum_1"""
+
+
+@by_threads
+def test_rows_that_are_each_added_to_a_row_of_their_own(threads: int) -> None:
+    """The gradient of a bias of every row, summed over what is outside of the rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for b in (0, 1, 5, 9):
+            x = torch.randn(b, 3, FOURFOLD, generator=torch.Generator().manual_seed(b))
+            kernel = Kernel(BIASED)
+            assert kernel.launch((b,)) is not None, "it runs unfused: its code does not compile"
+            y, bias = kernel([x], [b])
+            exact = x.double() - x.double().mean(-1, keepdim=True)
+            eager = x - x.mean(-1, keepdim=True)
+            for found, own, right in ((y, eager, exact), (bias, eager.sum(0), exact.sum(0))):
+                rounding = float((own - right).abs().max()) if b else 0.0
+                torch.testing.assert_close(found.double(), right, rtol=0, atol=2 * rounding)
+    finally:
+        torch.set_num_threads(before)
