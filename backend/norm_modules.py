@@ -216,6 +216,4 @@ def _no_region(reductions: Sequence[Line], graphs: Sequence[Passed]) -> str:
         if names & set(decision.nodes):
             verb = "refused" if isinstance(decision, Refused) else "fused"
             return f"part of the region of {decision.module or 'the graph'}, which was {verb}"
-    if any(isinstance(decision, Refused) for graph in graphs for decision in graph.decisions):
-        return "no region of its own: what grows from it meets a region that was refused"
     return "no region could be grown around its reductions"

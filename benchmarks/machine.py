@@ -6,10 +6,11 @@ import os
 import platform
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from normpass.backend.calibration import processor
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def machine(device: str) -> dict[str, Any]:
             "triton": installed("triton"),
         },
         "device": device,
-        "cpu": cpu_name(),
+        "cpu": processor(),
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -39,13 +40,3 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

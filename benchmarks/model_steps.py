@@ -149,8 +149,11 @@ def kept(
     here, there = (
         {**m, **dict.fromkeys(VARYING)} for m in (machine(args.device), document["machine"])
     )
-    if here != there or document["repeats"] != (args.repeats or REPEATS):
-        console.print(f"{path} is of another machine, other versions or repeats: nothing is kept")
+    how = args.repeats or REPEATS, args.tiny
+    if here != there or (document["repeats"], document["tiny"]) != how:
+        console.print(
+            f"{path} is of another machine, other versions, repeats or sizes: nothing is kept"
+        )
         return []
     asked = {case.label for case in cases}
     return [found for found in document["cases"] if label_of(found) not in asked]

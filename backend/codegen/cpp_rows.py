@@ -109,11 +109,6 @@ def rows_together(plan: Plan) -> Together | None:
     if plan.vector not in plan.local or len({loop.axis.name for loop in loops}) != 1:
         return None
     axis = loops[0].axis
-    if len(loops) == 1 and _may_go_abreast(plan, loops[0]):
-        return Together(axis.name, "Vec::size()", abreast=True)
-    if axis.name in plan.local and len(plan.axes) > 2:
-        return None  # its rows have sums in common
-    row = plan.axis[plan.vector].hint * (8 if plan.region.compute_dtype is torch.float64 else 4)
     arrays = [
         node.accumulator.axes
         for loop in plan.body
@@ -122,6 +117,11 @@ def rows_together(plan: Plan) -> Together | None:
     ]
     if any(axis.name in axes for axes in arrays):
         return None  # each is added to elements of its own, as a bias of every row
+    if len(loops) == 1 and _may_go_abreast(plan, loops[0]):
+        return Together(axis.name, "Vec::size()", abreast=True)
+    if axis.name in plan.local and len(plan.axes) > 2:
+        return None  # its rows have sums in common
+    row = plan.axis[plan.vector].hint * (8 if plan.region.compute_dtype is torch.float64 else 4)
     if row < (JAM_FROM_WITH_ARRAYS if arrays else JAM_FROM):
         return None
     last = [child for child in loops[-1].body if isinstance(child, Loop)][-1]
