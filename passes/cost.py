@@ -33,11 +33,11 @@ class Work:
 
     read, written: from and to memory. passes: how often it goes over its largest input. again: read
     once more, from cache. columns: of what is read, down columns, so that neighbours in memory are
-    not read one after the other. for_its_sake: moved by others, so that it can be read, and
-    truths: truth values among that. functions: how often each is computed,
-    for an element. rows: how often a loop over neighbours in memory begins, and piece: of how many.
-    regrouped: elements that are gone through one by one, because pieces are short. launches: calls
-    of a kernel, or groups of Inductor's loops. workers: how many can be busy.
+    not read one after the other. for_its_sake: moved by others, so that it can be read, and truths:
+    truth values among that. functions: how often each is computed, for an element. rows: how often
+    a loop over neighbours in memory begins, and piece: of how many. regrouped: elements that are
+    gone through one by one, because pieces are short. launches: calls of a kernel, or groups of
+    Inductor's loops. workers: how many can be busy.
     """
 
     read: int
@@ -64,9 +64,9 @@ class Costs:
     """Seconds for each unit of work of one kind of code.
 
     launch: a call. The others are one worker's, while all are busy: memory, cache: a byte. column:
-    a byte of a column, more than that. truth: a truth value that Inductor writes: it does so
-    one by one. row: the start of one. regroup: an element that is gone through by
-    itself. functions: one of an element, more than an addition.
+    a byte of a column, more than that. truth: a truth value that Inductor writes: it does so one by
+    one. row: the start of one. regroup: an element that is gone through by itself. functions: one
+    of an element, more than an addition.
     """
 
     launch: float

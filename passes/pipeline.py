@@ -88,11 +88,10 @@ def fuse_graph(
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
     device. lay_out: the region with its tensors laid out as the backend will have them. kernel:
-    what the backend's kernel for a region would do. conditions: of a
-    device, by which that is compared with what Inductor would do; None where nothing was measured.
-    missing: why the backend has none, or None.
-    rounded: whether results in half precision are rounded where they arise, as in eager mode, or
-    only where they are stored.
+    what the backend's kernel for a region would do. conditions: of a device, by which that is
+    compared with what Inductor would do; None where nothing was measured. missing: why the backend
+    has none, or None. rounded: whether results in half precision are rounded where they arise, as
+    in eager mode, or only where they are stored.
     """
     decisions: list[Decision] = []
     judge = Judge(graph, op, least_bytes, lay_out, kernel, conditions, missing, rounded)

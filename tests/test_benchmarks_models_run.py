@@ -211,6 +211,9 @@ def test_other_cases_stay_in_the_file_if_asked(
     assert run("vit", "llama", ours=1.0) == [("vit", 1.0), ("llama", 1.0)]
     assert run("mlp", "llama", ours=4.0) == [("mlp", 4.0), ("vit", 1.0), ("llama", 4.0)]
     assert "vit float32" in capsys.readouterr().out.rpartition("training steps")[2]
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "tiny": True}))
+    assert run("vit", ours=1.0) == [("vit", 1.0)]  # the others were of other sizes
     monkeypatch.setattr(model_steps, "machine", lambda device: {"cpu": "another"})
     assert run("gpt", ours=1.0) == [("gpt", 1.0)]
     assert "of another machine" in capsys.readouterr().out

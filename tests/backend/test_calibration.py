@@ -12,6 +12,7 @@ import pytest
 
 from normpass.backend import calibration
 from normpass.backend.calibration import SHIPPED, conditions_of
+from normpass.backend.entry import FusionPass
 from normpass.passes.cost import PRICED, Calibration
 
 if TYPE_CHECKING:
@@ -103,6 +104,19 @@ def test_a_folder_in_its_place_is_one_warning(file: Path, caplog: pytest.LogCapt
     file.mkdir(parents=True)
     assert in_force() == SHIPPED
     assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("file")
+@pytest.mark.parametrize("error", [PermissionError("closed"), RuntimeError("no home directory")])
+def test_where_nothing_can_be_looked_for_what_is_shipped_is_in_force(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def path() -> Path:
+        raise error
+
+    monkeypatch.setattr(calibration, "path", path)
+    assert in_force() == SHIPPED
+    assert FusionPass().uuid()
 
 
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
