@@ -16,6 +16,8 @@ from normpass.passes.sizes import expected
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from normpass.backend.tree import Machine
+
 # A sum over this many elements is added up on its own before it joins others: the price, one number
 # for all lanes, is small then.
 LONG = 512
@@ -137,13 +139,15 @@ def choose_vector(axes: Sequence[LoopAxis], accesses: Mapping[str, Access]) -> s
 
 
 def choose_order(
+    region: Region,
     axes: Sequence[LoopAxis],
     accesses: Mapping[str, Access],
     local: frozenset[str],
     vector: str,
-    workers: int,
+    machine: Machine,
 ) -> tuple[LoopAxis, ...]:
-    """Outermost first: parallel axes, then local ones, each by falling stride.
+    """Outermost first: parallel axes, then local ones, each by falling stride; of the parallel ones
+    those last whose sums would be too large for every worker to have a part of.
 
     Where the parallel axes alone are too little work for a machine, or are only the lanes, the
     local axes go outside: two phases over memory with partial results in between.
@@ -154,12 +158,40 @@ def choose_order(
         return expected(widest.strides.get(axis.name, 0))
 
     outer = sorted((a for a in axes if a.name not in local), key=stride, reverse=True)
+    late = _added_up_last(region, axes, outer, vector, machine)
+    outer.sort(key=lambda axis: axis.name in late)
     inner = sorted((a for a in axes if a.name in local), key=stride, reverse=True)
     pieces = product(a.hint for a in outer if a.name != vector)
     only_lanes = [a.name for a in outer] == [vector]
-    if inner and (only_lanes or (pieces < workers and inner[0].name != vector)):
+    if inner and (only_lanes or (pieces < machine.workers and inner[0].name != vector)):
         return (inner[0], *outer, *inner[1:])
     return (*outer, *inner)
+
+
+def _added_up_last(
+    region: Region,
+    axes: Sequence[LoopAxis],
+    outer: Sequence[LoopAxis],
+    vector: str,
+    machine: Machine,
+) -> set[str]:
+    """The parallel axes that a sum runs over and whose loops belong inside of those that it varies
+    over (a bias of all images' scores): there it is complete after them, a row at a time.
+    """
+    hint = {axis.name: axis.hint for axis in axes}
+    parallel = {axis.name for axis in outer}
+    late: set[str] = set()
+    for op in region.ops:
+        sums = region.varies[op.name] & hint.keys()
+        kept = sums & parallel
+        if (
+            op.is_reduction
+            and vector not in parallel
+            and product(hint[axis] for axis in sums) > machine.partial
+            and product(hint[axis] for axis in kept) >= machine.workers
+        ):
+            late |= set(op.axes) & parallel
+    return late
 
 
 def _long_last(op: Op, order: Sequence[LoopAxis]) -> tuple[str, ...]:

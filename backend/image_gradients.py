@@ -8,7 +8,10 @@ lies otherwise. Inductor does not ask it:
                     contiguous format is another layout than its own forward has chosen; and since
                     torch 2.12 it orders their dimensions as those of the weight's gradient, which
                     for weights of one input channel (depthwise) or one pixel means nothing. Each
-                    tensor is copied two to three times.
+                    tensor is copied two to three times. And where channels lie together oneDNN
+                    holds the gradient of a depthwise weight of more than 3 x 3 pixels in blocks of
+                    16 x 16 channels, for one in each that is: 40 MB for 512 of 7 x 7 in half
+                    precision, where to read contiguous tensors takes no longer.
     max pooling     Since torch 2.13 it adds up in contiguous planes, and before in a loop over each
                     pixel's windows that is not vectorized: 3 and 10 times what ATen takes.
     upsampling      It is decomposed before its gradient is taken, which so adds to each pixel four
@@ -57,6 +60,11 @@ IMAGES = {CONVOLUTION: (0, 1), POOLING: (0, 7), ENLARGED: (0,), UPSAMPLING: (0,)
 TELLING = {CONVOLUTION: (1, 2), POOLING: (7,), ENLARGED: (), UPSAMPLING: ()}
 # Upsampling's channels lie together, however they lay before, if they are enough for a vector.
 ENOUGH_CHANNELS = 8
+# oneDNN has kernels of their own for depthwise weights of so many pixels along each side; of others
+# it holds so many numbers for each one. How many images that is a pity.
+OF_ITS_OWN = 3
+BLOCK = 16 * 16
+MUCH = 4
 # What oneDNN multiplies; convolutions of other numbers have formats of their own.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -177,6 +185,8 @@ def mark(graph: Graph) -> None:
             node.meta[MARK] = any(_lies_channels_last(arguments[k]) for k in TELLING[op]) or (
                 op in (ENLARGED, UPSAMPLING) and _is_better_channels_last(op, node)
             )
+            if op is CONVOLUTION and _is_held_in_blocks(node):
+                node.meta[MARK] = False
             if node.meta[MARK]:
                 for k in IMAGES[op]:
                     _lay_out(arguments[k])
@@ -190,6 +200,22 @@ def _is_better_channels_last(op: OpOverload, node: Node) -> bool:
     read, written = (x.meta["val"] for x in (image, node))
     enlarges = hint(read.numel()) <= hint(written.numel())
     return hint(read.shape[1]) >= ENOUGH_CHANNELS and (op is UPSAMPLING or enlarges)
+
+
+def _is_held_in_blocks(node: Node) -> bool:
+    """Whether oneDNN would hold a weight's gradient in blocks of which one number in each is used,
+    much more than the image, and contiguous tensors are read in no more time.
+    """
+    arguments: Any = node.args
+    image, weight = (arguments[k].meta["val"] for k in (1, 2))
+    channels, each, *pixels = map(hint, weight.shape)
+    return bool(
+        arguments[-1][1]
+        and image.dtype is not torch.float32
+        and channels > each == 1
+        and max(pixels) > OF_ITS_OWN
+        and BLOCK * hint(weight.numel()) > MUCH * hint(image.numel())
+    )
 
 
 def _lies_channels_last(node: Node) -> bool:
@@ -235,39 +261,47 @@ def _constraint(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lowering(op: OpOverload, stock: Callable[..., Any]) -> Callable[..., Any]:
-    from torch._inductor.ir import ExternKernel
-    from torch._inductor.lowering import empty_strided, fallback_handler
+    from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
     call = fallback_handler(op, add_to_fallback_set=False)
-    require = {4: ExternKernel.require_channels_last, 5: ExternKernel.require_channels_last_3d}
-
-    def without_values(x: Any, is_channels_last: bool) -> Any:
-        strides = _strides_channels_last(x) if is_channels_last else None
-        like = {"dtype": x.get_dtype(), "device": x.get_device()}
-        return empty_strided(x.get_size(), strides, **like)
-
-    def as_read(args: tuple[Any, ...], is_channels_last: bool) -> list[Any]:
-        read = list(args)
-        if is_channels_last:
-            for k in IMAGES[op]:
-                read[k] = require[len(read[k].get_size())](read[k])
-        if op is POOLING:
-            read[1] = without_values(read[1], is_channels_last)
-        if op in (ENLARGED, UPSAMPLING) and is_channels_last:
-            # Some of the channels of more lie as they should and not together: a `cat` before.
-            strides = _strides_channels_last(read[0])
-            read[0] = ExternKernel.require_exact_strides(read[0], strides)
-        return read
 
     def lower(*args: Any) -> Any:
         node: Any = V.graph.current_node
         if MARK in node.meta:
             with faults.survived("the gradient of an image", node.name, "Its tensors are copied"):
-                return call(*as_read(args, node.meta[MARK]))
+                return call(*_as_read(op, args, is_channels_last=node.meta[MARK]))
         return stock(*args)
 
     return lower
+
+
+def _as_read(op: OpOverload, args: tuple[Any, ...], *, is_channels_last: bool) -> list[Any]:
+    """Inductor's arguments of a call, as ATen reads them."""
+    from torch._inductor.ir import ExternKernel
+
+    require = {4: ExternKernel.require_channels_last, 5: ExternKernel.require_channels_last_3d}
+    read = list(args)
+    if is_channels_last:
+        for k in IMAGES[op]:
+            read[k] = require[len(read[k].get_size())](read[k])
+    elif op is CONVOLUTION:  # of the weight too, which tells how
+        for k in (0, 1, 2):
+            read[k] = ExternKernel.require_contiguous(read[k])
+    if op is POOLING:
+        read[1] = _without_values(read[1], is_channels_last)
+    if op in (ENLARGED, UPSAMPLING) and is_channels_last:
+        # Some of the channels of more lie as they should and not together: a `cat` before.
+        strides = _strides_channels_last(read[0])
+        read[0] = ExternKernel.require_exact_strides(read[0], strides)
+    return read
+
+
+def _without_values(x: Any, is_channels_last: bool) -> Any:
+    from torch._inductor.lowering import empty_strided
+
+    strides = _strides_channels_last(x) if is_channels_last else None
+    return empty_strided(x.get_size(), strides, dtype=x.get_dtype(), device=x.get_device())
 
 
 def _strides_channels_last(x: Any) -> list[Any]:

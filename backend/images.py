@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.passes.region import parse
+from normpass.passes.sizes import hint
 from normpass.passes.vocabulary import VIEWS
 
 if TYPE_CHECKING:
@@ -41,14 +42,26 @@ def images(graph: Graph) -> set[Node]:
     return found
 
 
+def weights(graph: Graph) -> set[Node]:
+    """What convolutions multiply images by, where it has channels to lie together. The backward
+    reads it as the forward has read it: what the forward puts together is saved.
+    """
+    read = {node.args[1] for node in graph.nodes if _is_convolution(node)}
+    return {x for x in read if _has_four_dimensions(x) and hint(x.meta["val"].shape[1]) > 1}
+
+
 def _convolved(node: Node) -> list[Node]:
     """The images of a convolution, if this is one."""
     arguments: Any = node.args
     if node.target is aten.convolution_backward.default:
         return [*arguments[:2], *(user for user in node.users if user.args[1] == 0)]
-    # aten.convolution, and mkldnn._convolution_pointwise and its like
+    return [arguments[0], node] if _is_convolution(node) else []
+
+
+def _is_convolution(node: Node) -> bool:
+    """aten.convolution, and mkldnn._convolution_pointwise and its like."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    return [arguments[0], node] if "convolution" in name else []
+    return "convolution" in name and node.target is not aten.convolution_backward.default
 
 
 def _of_one_kind(graph: Graph) -> Iterator[tuple[Node, Node]]:

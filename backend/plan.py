@@ -35,7 +35,7 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     local = local_axes(region)
     # The lanes of whole groups stay inside of what their sums run over.
     inner = local | {vector} if small else local
-    order = (*choose_order(axes, accesses, inner, vector, machine.workers), *small)
+    order = (*choose_order(region, axes, accesses, inner, vector, machine), *small)
     region = split_reductions(region, order)
     body = Scheduler(region, order, accesses, machine).plan()
     return Plan(region, order, vector, local, body, numel)

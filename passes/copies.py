@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
-aten = torch.ops.aten
-# By a number of elements, in a mean's gradient.
-QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 # What is computed again takes at most so many operations an element.
 MOST_OPERATIONS = 4
 
@@ -80,7 +77,7 @@ def _cone(x: Node) -> list[Node]:
         node = waiting.pop()
         if node in found or not (is_loop(node) or kind_of(node) is Kind.VIEW):
             continue
-        is_cheap = node.target in (*CHEAP, *QUOTIENTS) or kind_of(node) is Kind.VIEW
+        is_cheap = node.target in CHEAP or kind_of(node) is Kind.VIEW
         if not is_cheap or not fusable(node):
             return []
         found[node] = None

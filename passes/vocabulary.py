@@ -199,7 +199,8 @@ REDUCTIONS: dict[Any, str] = {
     aten.var_mean.correction: "var_mean",
 }
 
-# What takes less time than reading its arguments from memory.
+# What takes less time than reading its arguments from memory, or as long: a mean's gradient is
+# divided by a number of elements.
 CHEAP = frozenset(
     {
         *(target for target, fn in FUNCTIONS.items() if fn in _CHEAP),
@@ -207,6 +208,7 @@ CHEAP = frozenset(
         *CONSTANTS,
         *(aten.add.Tensor, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.square.default),
         *(aten.relu.default, aten.clamp.default, aten.addcmul.default),
+        *(aten.div.Tensor, aten.div.Scalar),
     }
 )
 

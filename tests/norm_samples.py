@@ -224,6 +224,29 @@ def cudnn_batch_norm_backward(dtype: torch.dtype) -> Iterator[Sample]:
         yield label, (*arguments, reserve)
 
 
+# --- softmax ------------------------------------------------------------------------------------
+
+
+def safe_softmax(dtype: torch.dtype) -> Iterator[Sample]:
+    for label, _, x in layouts((5, 6, 32), dtype):
+        for dim in (-1, 0, 1):
+            yield f"{label}, dim {dim}", (x, dim, None)
+    x = uniform(4, 6, 8, dtype=dtype)
+    hidden = torch.ones(6, 8, dtype=torch.bool).tril(-1)  # of the first row all, then less
+    yield "masked", (x.masked_fill(~hidden, -torch.inf), -1, None)
+    yield "masked columns", (x.masked_fill(~hidden, -torch.inf), 1, None)
+    yield "all masked", (torch.full_like(x, -torch.inf), -1, None)
+    yield "the lowest number", (torch.full_like(x, torch.finfo(dtype).min), -1, None)
+    yield "not a number", (x.masked_fill(~hidden, -torch.inf).index_fill(0, _FIRST, torch.nan), -1)
+    yield "in float64", (x, -1, torch.float64)
+    yield "no rows", (x[:0], -1, None)
+    yield "empty rows", (x[..., :0], -1, None)
+    yield "one number", (x[0, 0, 0], 0, None)
+
+
+_FIRST = torch.tensor([0])
+
+
 # --- all of them --------------------------------------------------------------------------------
 
 _BUILDERS: dict[str, Callable[[torch.dtype], Iterator[Sample]]] = {
@@ -237,6 +260,7 @@ _BUILDERS: dict[str, Callable[[torch.dtype], Iterator[Sample]]] = {
     "aten.batch_norm_backward.default": batch_norm_backward,
     "aten.cudnn_batch_norm_backward.default": cudnn_batch_norm_backward,
     "aten.miopen_batch_norm_backward.default": miopen_batch_norm_backward,
+    "aten._safe_softmax.default": safe_softmax,
 }
 
 

@@ -4,6 +4,6 @@ Instance norm has no file: aten.instance_norm is a composite that autograd takes
 norm of (1, N * C, *) before any decomposition is asked for.
 """
 
-from normpass.decomps.norms import batch, batch_forward, group, layer, rms
+from normpass.decomps.norms import batch, batch_forward, group, layer, rms, softmax
 
-__all__ = ["batch", "batch_forward", "group", "layer", "rms"]
+__all__ = ["batch", "batch_forward", "group", "layer", "rms", "softmax"]

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from normpass.backend import image_gradients
 from normpass.backend.image_gradients import CONVOLUTION, IMAGES, LAST, POOLING, UPSAMPLING
+from normpass.benchmarks.measure import peak_bytes
 from normpass.passes import faults
 
 if TYPE_CHECKING:
@@ -178,6 +179,28 @@ def assert_as_read(op: Any, args: tuple[Any, ...]) -> None:
     if op is UPSAMPLING or any(suggest_memory_format(x) is last for x in telling):
         for k in IMAGES[op]:
             assert args[k].is_contiguous(memory_format=last), (op, k, args[k].stride())
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_depthwise_weights_gradients_are_not_held_in_blocks(layout: str) -> None:
+    """Of 7 x 7 pixels, where oneDNN has 256 numbers for each one where channels lie together."""
+    torch.manual_seed(0)
+    size, c = (2, 64, 6, 6), 64
+    net = nn.Sequential(nn.Conv2d(c, c, 7, padding=3, groups=c), nn.BatchNorm2d(c), nn.SiLU())
+    net = net.to(torch.bfloat16)
+    x, g = torch.randn(size, dtype=torch.bfloat16), torch.randn(size, dtype=torch.bfloat16)
+    if FORMATS[layout]:
+        x, net = x.contiguous(memory_format=LAST[4]), net.to(memory_format=LAST[4])
+    exact, parameters = deepcopy(net).double(), list(net.parameters())
+    want = gradients(exact, list(exact.parameters()), x.double(), g.double())
+    compiled = compile_fused(net)
+    eager, found = (gradients(call, parameters, x, g) for call in (net, compiled))
+    for ours, stock, right in zip(found, eager, want, strict=True):
+        allowed = 4 * (stock.double() - right).abs().max() + 2e-2 * right.abs().max()
+        torch.testing.assert_close(ours.double(), right, rtol=0, atol=float(allowed))
+    weight = parameters[0]
+    blocks = image_gradients.BLOCK * weight.numel() * 4
+    assert peak_bytes(lambda: gradients(compiled, parameters, x, g), "cpu") < blocks / 4
 
 
 def test_what_was_pooled_is_not_saved() -> None:

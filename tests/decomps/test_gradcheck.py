@@ -47,6 +47,7 @@ THROUGH = {
         *("native_batch_norm", "nn.functional.batch_norm", "nn.functional.instance_norm"),
     ),
     "linalg_cross": ("linalg.cross",),
+    "_safe_softmax": ("nn.functional.scaled_dot_product_attention",),
     "_native_batch_norm_legit_no_training": ("nn.functional.batch_norm",),
 }
 # The derivative of a derivative is checked where that of the forward is checked twice.

@@ -29,6 +29,11 @@ def argument_names(rule: Rule) -> list[str]:
     return [argument.name for argument in rule.op._schema.arguments]
 
 
+def place_of_input(rule: Rule) -> int:
+    names = argument_names(rule)
+    return names.index("input" if "input" in names else "self")
+
+
 COPIES = {"as_strided", "clone", "permute", "transpose", "t", "copy_", "contiguous"}
 
 
@@ -83,8 +88,7 @@ def test_trace_holds_for_another_batch(rule: Rule) -> None:
     arguments = first_sample(rule, torch.float32)
     function, values = with_tensors(rule, arguments)
     traced = make_fx(function, tracing_mode="symbolic")(*values)
-    names = argument_names(rule)
-    x = arguments[names.index("input")]
+    x = arguments[place_of_input(rule)]
     longer = [
         torch.cat([v, v[:2] * 0.5]) if v.dim() > 1 and v.shape[0] == x.shape[0] else v
         for v in values
@@ -102,7 +106,7 @@ def test_the_input_is_read_once(rule: Rule) -> None:
     function, values = with_tensors(rule, arguments)
     traced = make_fx(function)(*values)
     traced.graph.eliminate_dead_code()
-    place = argument_names(rule).index("input")
+    place = place_of_input(rule)
     among_tensors = sum(isinstance(v, torch.Tensor) for v in arguments[:place])
     x = [n for n in traced.graph.nodes if n.op == "placeholder"][among_tensors]
     allowed = 1 if "backward" in rule.name else 3
