@@ -127,6 +127,17 @@ def test_every_reader_would_read_again() -> None:
         assert written(region) == expected
 
 
+def test_a_mean_s_gradient_is_computed_again() -> None:
+    """A number of each row, divided by how many there are, where a mask lets it through."""
+
+    def f(x: Tensor, g: Tensor, seen: Tensor) -> Tensor:
+        spread = torch.where(seen, g.expand(6, 40) / 40, 0.0)
+        return F.layer_norm(x * spread, (40,)).cumsum(0) + spread
+
+    (region,) = fused(f, X, X[:, :1].cos(), X > 0)
+    assert written(region) == ["c r"]
+
+
 def test_an_exponential_is_written() -> None:
     def f(x: Tensor) -> Tensor:
         power = x.exp()

@@ -195,6 +195,21 @@ def test_a_sum_that_others_read_is_added_up_once() -> None:
     assert sorted(len(op.axes) for op in region.ops if op.is_reduction) == [1, 1]
 
 
+def test_masked_attention_is_one_region() -> None:
+    """Which rows see nothing, their maximum tells: no truth values are written and looked at."""
+
+    def attend(x: Tensor, seen: Tensor) -> Tensor:
+        masked = x.masked_fill(~seen, -torch.inf)
+        return torch.ops.aten._safe_softmax.default(masked, -1) @ x.mT
+
+    seen = MASK.clone()
+    seen[:, 1] = False
+    (region,) = fused(attend, X, seen)
+    assert [output.buffer.dtype for output in region.outputs] == [torch.float64]
+    assert sum(op.is_reduction for op in region.ops) == 2  # the maximum and the sum
+    torch.testing.assert_close(attend(X, seen)[:, 1], torch.zeros(6, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_region_computes_in_float32_or_float64(dtype: torch.dtype) -> None:
     graph = trace(centred, X.to(dtype))
