@@ -60,8 +60,8 @@ IMAGES = {CONVOLUTION: (0, 1), POOLING: (0, 7), ENLARGED: (0,), UPSAMPLING: (0,)
 TELLING = {CONVOLUTION: (1, 2), POOLING: (7,), ENLARGED: (), UPSAMPLING: ()}
 # Upsampling's channels lie together, however they lay before, if they are enough for a vector.
 ENOUGH_CHANNELS = 8
-# oneDNN has kernels of their own for depthwise weights of so many pixels along each side; of others
-# it holds so many numbers for each one. How many images that is a pity.
+# Depthwise weights of at most so many pixels along each side have kernels of their own in oneDNN.
+# For each number of others' gradients it holds a block: too much if that is so many times the image.
 OF_ITS_OWN = 3
 BLOCK = 16 * 16
 MUCH = 4
@@ -203,19 +203,18 @@ def _is_better_channels_last(op: OpOverload, node: Node) -> bool:
 
 
 def _is_held_in_blocks(node: Node) -> bool:
-    """Whether oneDNN would hold a weight's gradient in blocks of which one number in each is used,
-    much more than the image, and contiguous tensors are read in no more time.
+    """Whether oneDNN would hold a depthwise weight's gradient in blocks of which one number in each
+    is used, much more than the image, and contiguous tensors are read in no more time.
     """
     arguments: Any = node.args
     image, weight = (arguments[k].meta["val"] for k in (1, 2))
-    channels, each, *pixels = map(hint, weight.shape)
-    return bool(
-        arguments[-1][1]
-        and image.dtype is not torch.float32
-        and channels > each == 1
-        and max(pixels) > OF_ITS_OWN
-        and BLOCK * hint(weight.numel()) > MUCH * hint(image.numel())
-    )
+    is_transposed, is_wanted = arguments[7], arguments[10][1]
+    if is_transposed or not is_wanted or image.ndim != 4 or image.dtype is torch.float32:
+        return False
+    _, each, *pixels = map(hint, weight.shape)
+    is_depthwise = each == 1 and hint(image.shape[1]) > 1
+    held = BLOCK * hint(weight.numel())
+    return is_depthwise and max(pixels) > OF_ITS_OWN and held > MUCH * hint(image.numel())
 
 
 def _lies_channels_last(node: Node) -> bool:

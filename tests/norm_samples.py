@@ -237,14 +237,13 @@ def safe_softmax(dtype: torch.dtype) -> Iterator[Sample]:
     yield "masked columns", (x.masked_fill(~hidden, -torch.inf), 1, None)
     yield "all masked", (torch.full_like(x, -torch.inf), -1, None)
     yield "the lowest number", (torch.full_like(x, torch.finfo(dtype).min), -1, None)
-    yield "not a number", (x.masked_fill(~hidden, -torch.inf).index_fill(0, _FIRST, torch.nan), -1)
+    seen = torch.arange(8) == 3
+    for label, value in (("not a number", torch.nan), ("infinity", torch.inf)):
+        yield f"{label} and masked", (x.masked_fill(~seen, -torch.inf).masked_fill(seen, value), -1)
     yield "in float64", (x, -1, torch.float64)
     yield "no rows", (x[:0], -1, None)
     yield "empty rows", (x[..., :0], -1, None)
     yield "one number", (x[0, 0, 0], 0, None)
-
-
-_FIRST = torch.tensor([0])
 
 
 # --- all of them --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from tracing import trace
 
 from normpass.backend import image_gradients
 from normpass.backend.image_gradients import CONVOLUTION, IMAGES, LAST, POOLING, UPSAMPLING
@@ -201,6 +202,41 @@ def test_depthwise_weights_gradients_are_not_held_in_blocks(layout: str) -> None
     weight = parameters[0]
     blocks = image_gradients.BLOCK * weight.numel() * 4
     assert peak_bytes(lambda: gradients(compiled, parameters, x, g), "cpu") < blocks / 4
+
+
+# Channels of the image, of the result, pixels of a weight along a side and of an image.
+IN_BLOCKS = {
+    "7 x 7": ((64, 64, 7, 6), {}, True),
+    "several results of a channel": ((64, 128, 7, 6), {"groups": 64}, True),
+    "a kernel of its own": ((64, 64, 3, 6), {}, False),
+    "a large image": ((64, 64, 7, 64), {}, False),
+    "float32": ((64, 64, 7, 6), {"dtype": torch.float32}, False),
+    "one channel": ((1, 64, 7, 6), {}, False),
+    "transposed": ((64, 64, 7, 6), {"transposed": True}, False),
+    "not asked for": ((64, 64, 7, 6), {"mask": (True, False, False)}, False),
+}
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_which_weights_gradients_would_be_held_in_blocks(name: str) -> None:
+    (c, k, side, size), how, expected = IN_BLOCKS[name]
+    dtype, mask = how.get("dtype", torch.bfloat16), how.get("mask", (True, True, False))
+    transposed, groups = how.get("transposed", False), how.get("groups", c)
+    x, g = (
+        torch.randn(2, n, size, size, dtype=dtype).contiguous(memory_format=LAST[4]) for n in (c, k)
+    )
+    pad, one = [side // 2] * 2, [1, 1]
+
+    def gradient(g: Tensor, x: Tensor, weight: Tensor) -> Any:
+        rest = (None, one, pad, one, transposed, [0, 0], groups, mask)
+        return CONVOLUTION(g, x, weight, *rest)[0 if mask[0] else 1]
+
+    traced = trace(gradient, g, x, torch.randn(k, c // groups, side, side, dtype=dtype))
+    image_gradients.mark(traced.graph)
+    (node,) = traced.graph.find_nodes(op="call_function", target=CONVOLUTION)
+    assert image_gradients._is_held_in_blocks(node) is expected
+    if expected:
+        assert not node.meta[image_gradients.MARK]
 
 
 def test_what_was_pooled_is_not_saved() -> None:
