@@ -61,7 +61,7 @@ TELLING = {CONVOLUTION: (1, 2), POOLING: (7,), ENLARGED: (), UPSAMPLING: ()}
 # Upsampling's channels lie together, however they lay before, if they are enough for a vector.
 ENOUGH_CHANNELS = 8
 # Depthwise weights of at most so many pixels along each side have kernels of their own in oneDNN.
-# For each number of others' gradients it holds a block: too much if that is so many times the image.
+# For each number of others' gradients it holds a block: too much from so many times the image on.
 OF_ITS_OWN = 3
 BLOCK = 16 * 16
 MUCH = 4

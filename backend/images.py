@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.passes.region import parse
-from normpass.passes.sizes import hint
 from normpass.passes.vocabulary import VIEWS
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ def images(graph: Graph) -> set[Node]:
 
 
 def weights(graph: Graph) -> set[Node]:
-    """What convolutions multiply images by, where it has channels to lie together. The backward
-    reads it as the forward has read it: what the forward puts together is saved.
+    """What convolutions multiply images by. The backward reads it as the forward has read it: what
+    the forward puts together is saved.
     """
     read = {node.args[1] for node in graph.nodes if _is_convolution(node)}
-    return {x for x in read if _has_four_dimensions(x) and hint(x.meta["val"].shape[1]) > 1}
+    return set(filter(_has_four_dimensions, read))
 
 
 def _convolved(node: Node) -> list[Node]:

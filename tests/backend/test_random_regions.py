@@ -7,6 +7,9 @@ random_regions.py.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import bounded
 import pytest
 import random_regions
@@ -15,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from normpass.backend import reference, runtime
 from normpass.backend.plan import make_plan
+from normpass.backend.tree import CPU
 from normpass.passes.region import REGROUP, parse, verify
 
 QUIET = {
@@ -69,6 +73,23 @@ def check_regrouped(case: random_regions.Case) -> None:
 @settings(max_examples=25, derandomize=True, **QUIET)
 @given(random_regions.cases())
 def test_random_regions(case: random_regions.Case) -> None:
+    check(case)
+
+
+@pytest.fixture
+def _sums_last(monkeypatch: pytest.MonkeyPatch):
+    """However few sums there are, each worker has some of them whole."""
+    machine = replace(CPU, workers=1, partial=0)
+    monkeypatch.setattr(runtime, "make_plan", functools.partial(make_plan, machine=machine))
+    runtime.print_kernel.cache_clear()
+    yield
+    runtime.print_kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("_sums_last")
+@settings(max_examples=25, derandomize=True, **QUIET)
+@given(random_regions.cases())
+def test_random_regions_with_sums_added_up_last(case: random_regions.Case) -> None:
     check(case)
 
 
