@@ -19,7 +19,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from normpass.backend.images import images, weights
+from normpass.backend.images import images
 from normpass.backend.inductor_mistakes.mistake import wrap
 from normpass.backend.memory_format import Wishes, settled
 from normpass.backend.op import print_for, region_op
@@ -91,15 +91,15 @@ def _start(text: str, device: str) -> None:
 
 
 def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What Inductor prefers to have in channels_last, without what is no image and no weight of
-    one: where there are regions, they have settled where it lies.
+    """What Inductor prefers to have in channels_last, without what is no image: where there are
+    regions, they have settled where it lies.
     """
 
     def find_nodes_prefer_channels_last(lowering: Any) -> Any:
         found, graph = find(lowering), lowering.module.graph
         if graph.find_nodes(op="call_function", target=region_op):
             with faults.survived("telling images from the rest", "a graph", "All are some"):
-                kept = images(graph) | weights(graph)
+                kept = images(graph)
                 return type(found)(node for node in found if node in kept)
         return found
 

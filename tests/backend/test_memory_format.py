@@ -287,20 +287,17 @@ def test_what_the_caller_gets_lies_as_in_eager_mode() -> None:
         assert ours.stride() == right.stride()
 
 
-def test_weights_are_saved_as_convolutions_read_them() -> None:
-    """What a forward puts together for oneDNN is not put together again in the backward."""
+def test_weights_of_convolutions_are_not_saved_twice() -> None:
+    """What a forward puts together for oneDNN, the backward can put together again."""
     net = nn.Sequential(
         *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
         *(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3)),
     )
     y = compiled(net, "normpass")(torch.randn(4, 3, 12, 12))
     saved = {tuple(t.shape): t for t in saved_tensors(y)}
-    for convolution in (net[0], net[6]):
-        weight = saved[tuple(convolution.weight.shape)]
-        assert weight.is_contiguous(memory_format=torch.channels_last)
-        torch.testing.assert_close(weight, convolution.weight.detach())
-    # A depthwise weight lies the same either way.
-    assert saved[8, 1, 3, 3].data_ptr() == net[3].weight.data_ptr()
+    for convolution in (net[0], net[3], net[6]):
+        weight = convolution.weight
+        assert saved[tuple(weight.shape)].data_ptr() == weight.data_ptr()
 
 
 def saved_tensors(y: Tensor) -> list[Tensor]:
