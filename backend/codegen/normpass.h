@@ -181,13 +181,17 @@ inline void scatter(S* p, int64_t stride, Vectorized<T> value, L lanes) {
 }
 
 // Writes past the caches where the caller says that they could not hold the result anyway: the old
-// content of a line is then never read. Needs whole, aligned vectors; writes as usual otherwise. Of halves a
-// vector is half a line: two such writes often leave as two, and take longer than lines through the caches.
+// content of a line is then never read. Needs whole, aligned vectors; writes as usual otherwise.
 template <class T, class S, class L>
 inline void write(S* p, Vectorized<T> value, L lanes, bool past_caches) {
 #if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && is_all<L>) {
-    if (past_caches && reinterpret_cast<uintptr_t>(p) % 64 == 0) return _mm512_stream_ps(p, value);
+  if constexpr (std::is_same_v<T, float> && is_all<L>) {
+    if constexpr (std::is_same_v<S, float>) {
+      if (past_caches && reinterpret_cast<uintptr_t>(p) % 64 == 0) return _mm512_stream_ps(p, value);
+    } else if constexpr (is_half<T, S>) {
+      if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0)
+        return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow<S>(value));
+    }
   }
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && is_all<L>) {
