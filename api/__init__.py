@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from normpass.backend.entry import fuse
     from normpass.backend.explain import Report, explain
     from normpass.decomps.activate import unregister
-    from normpass.decomps.registry import batch_rule, decompositions, derivative, jvp, rules, vjp
+    from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
+    from normpass.decomps.table.binding import jvp, vjp
 
 __version__ = "0.1.0"
 
@@ -49,10 +50,10 @@ _HOME = {
     "derivative": "normpass.decomps.registry",
     "explain": "normpass.backend.explain",
     "fuse": "normpass.backend.entry",
-    "jvp": "normpass.decomps.registry",
+    "jvp": "normpass.decomps.table.binding",
     "rules": "normpass.decomps.registry",
     "unregister": "normpass.decomps.activate",
-    "vjp": "normpass.decomps.registry",
+    "vjp": "normpass.decomps.table.binding",
 }
 
 

@@ -289,7 +289,7 @@ def batch_rule(op: OpOverload | OpOverloadPacket) -> Rule:
 
     A packet stands for its default overload. Raises UnknownRule (a KeyError).
     """
-    return _of_op("batching", op)
+    return rule_of("batching", op)
 
 
 def derivative(name: str) -> Rule:
@@ -300,27 +300,26 @@ def derivative(name: str) -> Rule:
     raise _unknown("derivative formula", name, known)
 
 
-def vjp(op: OpOverload | OpOverloadPacket) -> Rule:
-    """The reverse derivative of an operator, callable as f(grad, *args, result=None, **kwargs): the
-    gradient of its tensor. A packet stands for its default overload. Raises UnknownRule.
+def rule_of(kind: Kind, op: OpOverload | OpOverloadPacket) -> Rule:
+    """The rule of this kind that an operator has. A packet stands for its default overload. Raises
+    UnknownRule (a KeyError).
     """
-    return _of_op("vjp", op)
-
-
-def jvp(op: OpOverload | OpOverloadPacket) -> Rule:
-    """The forward derivative of an operator, callable as f(tangent, *args, result=None, **kwargs).
-    A packet stands for its default overload. Raises UnknownRule.
-    """
-    return _of_op("jvp", op)
-
-
-def _of_op(kind: Kind, op: OpOverload | OpOverloadPacket) -> Rule:
     if isinstance(op, OpOverloadPacket):
         op = op.default
     known = {str(rule.op): rule for rule in rules() if rule.kind == kind and rule.op is not None}
     if str(op) in known:
         return known[str(op)]
     raise _unknown(f"{kind} rule", str(op), known)
+
+
+def formula_packets() -> dict[str, Callable[..., Any]]:
+    """FunctionsManual's names -> the operators of our formulas, with all their overloads."""
+    return {
+        base: getattr(torch.ops.normpass, base)
+        for rule in rules()
+        if rule.kind in DERIVATIVES and rule.op is not None and rule.op.namespace == "normpass"
+        for base in (rule.name.partition(".")[0],)
+    }
 
 
 def _unknown(what: str, name: str, known: dict[str, Rule]) -> UnknownRule:

@@ -297,7 +297,7 @@ def of_record(given: Sample) -> Problem:
 
 def of_slope(call: Call, x: Tensor) -> Problem:
     """An elementwise operator whose derivatives are those of its rules."""
-    backward, forward = registry.vjp(call.op), registry.jvp(call.op)
+    backward, forward = registry.rule_of("vjp", call.op), registry.rule_of("jvp", call.op)
     at, args, kwargs = call.at, call.on(x).args, call.kwargs
 
     def on(x: Tensor) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ POSITIVE = re.compile(r"(var|rstd|invstd)(_t|_p)?$")
 PARAMETERS = ("weight", "bias", "gamma", "weight_p", "weight_t", "bias_p", "bias_t")
 
 # Numbers that say of sizes what tensors say too.
-OF_SIZES = ("C", "HxW", "N", "normalized_shape", "sizes", "mat1_sizes", "mat1_strides")
+OF_SIZES = ("C", "HxW", "N", "normalized_shape", "shape", "sizes", "mat1_sizes", "mat1_strides")
 
 MASKS = {
     2: ([True] * 2, [True, False], [False, True]),
@@ -98,6 +98,8 @@ NUMBERS: dict[str, Callable[[Place], Sequence[Any]]] = {
     "approximate": lambda at: ["none", "tanh"],
     "B_requires_grad": lambda at: [True],
     "correction_opt": lambda at: [1, 0, None],
+    "beta": lambda at: [0.75],
+    "delta": lambda at: [1.25],
     "device": lambda at: [None],
     "dtype": lambda at: [None],
     "eps": lambda at: [0.25],
@@ -105,6 +107,8 @@ NUMBERS: dict[str, Callable[[Place], Sequence[Any]]] = {
     "exponential_average_factor": lambda at: [0.3],
     "group": lambda at: [2],
     "groups": lambda at: [2],
+    "input_scale": lambda at: [1.5],
+    "is_result": lambda at: [False, True],
     "keepdim": lambda at: [False],
     "layout": lambda at: [None],
     "left": lambda at: [True],
@@ -113,9 +117,16 @@ NUMBERS: dict[str, Callable[[Place], Sequence[Any]]] = {
     "mat1_strides": lambda at: [_strides(at.of_result)],
     "momentum": lambda at: [0.3],
     "normalized_shape": lambda at: [list(at.sizes["*d"])],
+    "numel": lambda at: [1],
     "p_": lambda at: [2.0, 3.0, 1.5],
     "pin_memory": lambda at: [None],
+    "reduction": lambda at: [1, 2],
+    "rounding_mode": lambda at: [None],
+    "scalar_ord": lambda at: [2.0, 3.0],
+    "scale": lambda at: [1.3],
+    "shape": lambda at: [list(at.of_result)],
     "sizes": lambda at: [list(at.of_result)],
+    "threshold": lambda at: [1.0],
     "train": lambda at: [True, False],
     "training": lambda at: at.training(),
     "update": lambda at: [True, False],
@@ -364,7 +375,7 @@ def _argument(name: str, type: Any, place: Place, dtype: torch.dtype) -> Any:
         return made if count > 1 else made[0]
     if _is_mask(type):
         return [True] * len(place.shapes.results)
-    if name in ("dim", "dim_opt", "opt_dims"):
+    if name in ("dim", "dim_opt", "dims", "opt_dim", "opt_dims"):
         axes = place.reduced()
         return axes if "List" in str(type) else axes[0]
     return NUMBERS[name](place)[0] if name in NUMBERS else ...

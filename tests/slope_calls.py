@@ -116,7 +116,7 @@ class Call:
         self, kind: str, v: Tensor, x: Tensor | None = None, y: Tensor | None = None
     ) -> Tensor:
         args = self.on_others(self.x if x is None else x)
-        return getattr(registry, kind)(self.op)(v, *args, result=y, **self.kwargs)
+        return registry.rule_of(kind, self.op)(v, *args, result=y, **self.kwargs)
 
     def pullback(self, g: Tensor) -> Tensor:
         x = self.x.detach().requires_grad_()

@@ -4,10 +4,12 @@ registers them.
 
 from normpass.decomps.derivatives import (
     activations,
+    binary,
     indexing,
     linalg_factorizations,
     linalg_products,
     linalg_solves,
+    losses,
     norm_backwards,
     norm_jvps,
     norms,
@@ -21,10 +23,12 @@ from normpass.decomps.derivatives import (
 
 __all__ = [
     "activations",
+    "binary",
     "indexing",
     "linalg_factorizations",
     "linalg_products",
     "linalg_solves",
+    "losses",
     "norm_backwards",
     "norm_jvps",
     "norms",

@@ -1,4 +1,4 @@
-"""Second derivatives of activations."""
+"""Activations: first derivatives that can be differentiated again, and second ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import mish, silu, softplus
 
 from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.manual import Gradient, Number, manual
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
@@ -102,3 +104,96 @@ def gelu_double_backward(ggI: Tensor, gO: Tensor, input: Tensor, approximate: st
     """dinput = ggI * gO * gelu''(x)"""
     curvature = _tanh_curvature if approximate == "tanh" else _normal_curvature
     return ggI * gO * curvature(input)
+
+
+@manual("grad_output: *n, input: *n -> dinput: *n", of=lambda input: silu(input))
+def infinitely_differentiable_silu_backward(grad_output: Gradient, input: Tensor) -> Tensor:
+    """y = x * s,  s = sigmoid(x):  dx = grad * s * (1 + x * (1 - s))"""
+    s = input.sigmoid()
+    return grad_output * s * (1 + input * (1 - s))
+
+
+@manual("grad: *n, input: *n -> dinput: *n", of=lambda input: mish(input))
+def infinitely_differentiable_mish_backward(grad: Gradient, input: Tensor) -> Tensor:
+    """y = x * t,  t = tanh(softplus(x)):  dx = grad * (t + x * sigmoid(x) * (1 - t^2))"""
+    t = softplus(input).tanh()
+    return grad * (t + input * input.sigmoid() * (1 - t * t))
+
+
+@manual("grad: *n, self: *n -> dself: *n", of=lambda self, eps: self.logit(eps))
+def infinitely_differentiable_logit_backward(
+    grad: Gradient, self: Tensor, eps: float | None
+) -> Tensor:
+    """y = log(x / (1 - x)):  dx = grad / (x * (1 - x));  of x clamped: zero outside, without a
+    bound NaN
+    """
+    low, fill = (0.0, math.nan) if eps is None else (eps, 0.0)
+    inside = (self >= low) & (self <= 1 - low)
+    if absent(grad):
+        return grad
+    x = torch.where(inside, self, 0.5)
+    return torch.where(inside, grad / (x * (1 - x)), fill)
+
+
+@manual("grad: *n, mask: *n -> dinput: *n", of=lambda input, mask, scale: input * mask * scale)
+def infinitely_differentiable_native_dropout_backward(
+    grad: Gradient, mask: Tensor, scale: float
+) -> Tensor:
+    """y = x * mask / (1 - p):  dx = grad * mask * scale"""
+    return grad * mask * scale
+
+
+@manual(
+    "ggI: *n, grad: *n, mask: *n -> dgrad: *n", of=lambda grad, mask, scale: grad * mask * scale
+)
+def native_dropout_double_backward(
+    ggI: Gradient, grad: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """dx = grad * mask * scale, differentiated in grad along ggI:  ggI * mask * scale"""
+    return ggI * mask * scale
+
+
+@manual(
+    "grad: *n, input: *n -> dinput: *n",
+    of=lambda input, beta, threshold: aten.softplus_backward(
+        torch.ones_like(input), input, beta, threshold
+    ),
+)
+def softplus_double_backward(
+    grad: Gradient, input: Tensor, beta: Number, threshold: Number
+) -> Tensor:
+    """softplus' = sigmoid(beta * x):  softplus'' = beta * s * (1 - s);  zero above the threshold"""
+    x = input * beta
+    s = x.sigmoid()
+    return grad * (beta * s * (1 - s)).masked_fill(x > threshold, 0)
+
+
+@manual("grad: *n, input: *n -> dinput: *n", of=lambda input: 1 - input.sigmoid())
+def log_sigmoid_double_backward(grad: Gradient, input: Tensor) -> Tensor:
+    """(log s)' = 1 - s:  (log s)'' = -s * (1 - s)"""
+    s = input.sigmoid()
+    return grad * (s * (s - 1))
+
+
+@manual(
+    "grad: *n, grad_output: *n, self_or_result: *n -> dself_or_result: *n",
+    of=lambda grad_output, alpha, scale, input_scale, is_result, self_or_result: aten.elu_backward(
+        grad_output, alpha, scale, input_scale, is_result, self_or_result
+    ),
+)
+def elu_double_backward(
+    grad: Gradient,
+    grad_output: Gradient,
+    alpha: Number,
+    scale: Number,
+    input_scale: Number,
+    is_result: bool,
+    self_or_result: Tensor,
+) -> Tensor:
+    """below zero y = scale * a * (exp(c * x) - 1),  y' = scale * a * c * exp(c * x) = c * (y +
+    scale * a), differentiated in what is given, x or y, along grad; above zero y' is constant
+    """
+    a, b, c = self_or_result, scale * alpha, input_scale
+    slope = c if is_result else b * c * c * (a.clamp(max=0) * c).exp()
+    product = grad * grad_output * slope
+    return product if absent(product) else torch.where(a <= 0, product, 0)

@@ -11,6 +11,7 @@ from torch.linalg import vector_norm
 from normpass.decomps.axes import put_back, reduced
 from normpass.decomps.conventions import Result, absent, like
 from normpass.decomps.derivatives.scans import products_before
+from normpass.decomps.manual import Gradient, Number, Tangent, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.registry import formula
 
@@ -47,6 +48,34 @@ def sum_backward(
     if opt_dims and sizes and not keepdim:
         grad = put_back(grad, [axis % len(sizes) for axis in opt_dims])
     return grad if absent(grad) else grad.expand(sizes).clone()
+
+
+@manual(
+    "grad: *n -> dself: *n *d",
+    of=lambda self, opt_dim, keepdim: self.mean(opt_dim, keepdim),
+)
+def mean_backward(
+    grad: Gradient,
+    shape: Sequence[int],
+    opt_dim: Sequence[int] | None,
+    numel: int,
+    keepdim: bool,
+) -> Tensor:
+    """y = mean_d(x):  dx = grad / N, N the length of d, repeated along d"""
+    axes = [axis % len(shape) for axis in opt_dim or range(len(shape))] if shape else []
+    count = math.prod(shape[axis] for axis in axes) if axes else 1
+    return sum_backward(grad / count, shape, opt_dim, keepdim)
+
+
+@manual(
+    "grad: *n, self: *n *d -> dself: *n *d",
+    of=lambda self, dims, keepdim: self.nansum(dims, keepdim),
+)
+def nansum_backward(
+    grad: Gradient, self: Tensor, dims: Sequence[int] | None, keepdim: bool
+) -> Tensor:
+    """y = sum_d(x), without what is NaN:  dx = grad repeated along d, zero at NaN"""
+    return sum_backward(grad, self.shape, dims, keepdim) * ~self.isnan()
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -208,3 +237,46 @@ def norm_jvp_dim(
 def norm_jvp(self_p: Tensor, self_t: Tensor, p_: float | None, norm: Tensor) -> Tensor:
     """As above, over all axes."""
     return norm_jvp_dim(self_p, self_t, p_, norm, [], False)
+
+
+@manual(
+    "grad: *n, self: *n *d, norm: *n -> dself: *n *d",
+    sample=lambda self, scalar_ord, opt_dim, keepdim: {
+        "norm": vector_norm(self, scalar_ord, opt_dim, keepdim)
+    },
+    of=lambda self, scalar_ord, opt_dim, keepdim: vector_norm(self, scalar_ord, opt_dim, keepdim),
+    why=_AT_ZERO,
+)
+def linalg_vector_norm_backward(
+    grad: Gradient,
+    self: Tensor,
+    scalar_ord: Number,
+    norm: Tensor,
+    opt_dim: Sequence[int] | None,
+    keepdim: bool,
+) -> Tensor:
+    """norm = sum_d(|x|^p)^(1/p):  dself = grad * sgn(x) * (|x| / norm)^(p - 1)"""
+    return norm_backward_dim(grad, self, float(scalar_ord.real), norm, opt_dim or [], keepdim)
+
+
+@manual(
+    "self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n",
+    results=_OF_NORM,
+    sample=lambda self_p, scalar_ord, opt_dim, keepdim: {
+        "norm": vector_norm(self_p, scalar_ord, opt_dim, keepdim)
+    },
+    of=lambda self_p, scalar_ord, opt_dim, keepdim: vector_norm(
+        self_p, scalar_ord, opt_dim, keepdim
+    ),
+    why=_AT_ZERO,
+)
+def linalg_vector_norm_jvp(
+    self_p: Tensor,
+    self_t: Tangent,
+    scalar_ord: Number,
+    norm: Tensor,
+    opt_dim: Sequence[int] | None,
+    keepdim: bool,
+) -> Tensor:
+    """norm_t = sum_d(Re(conj(x_t) * sgn(x)) * (|x| / norm)^(p - 1))"""
+    return norm_jvp_dim(self_p, self_t, float(scalar_ord.real), norm, opt_dim or [], keepdim)

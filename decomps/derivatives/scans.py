@@ -1,4 +1,4 @@
-"""Cumulative products."""
+"""Cumulative sums and products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.decomps.conventions import Result, like
+from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.manual import Gradient, manual
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
@@ -49,3 +50,11 @@ def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> T
     others = torch.where(i == k, 1, x).cumprod(-1)
     slope = torch.where(i >= k, others, 0).conj()
     return (g.unsqueeze(-2) * slope).sum(-1).movedim(-1, dim)
+
+
+@manual("grad: *n d -> dself: *n d", of=lambda self, dim: self.cumsum(dim))
+def cumsum_backward(grad: Gradient, dim: int) -> Tensor:
+    """y_i = sum_{j <= i}(x_j):  dx_j = sum_{i >= j}(grad_i)"""
+    if absent(grad) or grad.dim() == 0 or grad.numel() <= 1:
+        return grad
+    return grad.flip(dim).cumsum(dim).flip(dim)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.conventions import Result, absent
+from normpass.decomps.manual import Gradient, manual
+from normpass.decomps.neutral import ZERO
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from normpass.decomps.conventions import Arguments
 
+aten = torch.ops.aten
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 
 
@@ -128,3 +131,109 @@ def split_with_sizes_backward(
         for grad, size in zip(grads, split_sizes, strict=True)
     ]
     return torch.cat(parts, dim)
+
+
+@manual(
+    "grad: m n -> dself: n m",
+    sample=lambda: {"fwd_dims": [1, 0]},
+    of=lambda self, fwd_dims: self.permute(fwd_dims),
+    as_given=True,
+)
+def permute_backwards(grad: Gradient, fwd_dims: Sequence[int]) -> Tensor:
+    """y = x with its axes in another order:  dx = grad with them put back"""
+    rank = len(fwd_dims)
+    inverse = sorted(range(rank), key=lambda axis: fwd_dims[axis] % rank)
+    return grad if absent(grad) else grad.permute(inverse).clone()
+
+
+@manual(
+    "grad: 2d -> dself: d",
+    sample=lambda grad: {"repeats": [2], "input_shape": [grad.shape[0] // 2]},
+    of=lambda self, repeats: self.repeat(repeats),
+)
+def repeat_backward(grad: Gradient, repeats: Sequence[int], input_shape: Sequence[int]) -> Tensor:
+    """y = x, repeated:  dx = the sum of grad over the repetitions"""
+    if absent(grad):
+        return grad
+    if 0 in repeats:
+        return grad.new_zeros(input_shape)
+    new = len(repeats) - len(input_shape)
+    split = [*repeats[:new]]
+    for times, size in zip(repeats[new:], input_shape, strict=True):
+        split += [times, size]
+    axes = [*range(new), *range(new, len(split), 2)]
+    grad = grad.reshape(split)
+    return grad.sum(axes) if axes else grad
+
+
+@manual(
+    "grad: n d -> dself: n 2d",
+    sample=lambda grad: {
+        "input_sizes": [grad.shape[0], 2 * grad.shape[1]],
+        "dim": 1,
+        "start": grad.shape[1],
+        "end": None,
+        "step": 1,
+    },
+    of=lambda self, dim, start, end, step: aten.slice(self, dim, start, end, step),
+    as_given=True,
+)
+def slice_backward_wrapper(
+    grad: Gradient,
+    input_sizes: Sequence[int],
+    dim: int,
+    start: int | None,
+    end: int | None,
+    step: int,
+) -> Tensor:
+    """y = x[start:end:step]:  dx = grad there, zero elsewhere"""
+    if absent(grad):
+        return grad
+    start = 0 if start is None else start
+    end = input_sizes[dim] if end is None else end
+    return aten.slice_backward(grad, input_sizes, dim, start, end, step)
+
+
+def _first_dtype(given: Arguments) -> torch.dtype | None:
+    return next((grad.dtype for grad in given["grads"] if grad is not None), None)
+
+
+@manual(
+    "grads: *n -> dself: *n 2",
+    results=(Result(_first_dtype, None),),
+    of=lambda self, dim: self.unbind(dim),
+    as_given=True,
+)
+def unbind_backward(grads: Sequence[Gradient], dim: int) -> Tensor:
+    """x_1, x_2, .. = the parts of x along dim:  dx = stack(dx_1, dx_2, ..)"""
+    given = next((grad for grad in grads if not absent(grad)), None)
+    if given is None:
+        return ZERO  # type: ignore[return-value]
+    return torch.stack([torch.zeros_like(given) if absent(g) else g for g in grads], dim)
+
+
+@manual(
+    "grad: *n 2 -> dtensors: *n",
+    results=(Result(_real_as_each, None),),
+    sample=lambda grad: {
+        "dtypes": [grad.dtype] * 2,
+        "tensors": list(grad.new_ones(grad.shape).unbind(-1)),
+    },
+    of=lambda tensors, dim: torch.stack(tensors, dim),
+    as_given=True,
+)
+def stack_tensors_backward(grad: Gradient, dim: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """y = stack(x_1, x_2, ..):  each has the part of grad at its place"""
+    if absent(grad):
+        return [grad for _ in dtypes]
+    return [part.clone() for part in grad.unbind(dim)]
+
+
+@manual(
+    "grad: *n, mask: *n -> dvalue: ",
+    sample=lambda grad: {"mask": grad.real > 0},
+    of=lambda value, mask: torch.where(mask, value, 0),
+)
+def masked_fill_backward(grad: Gradient, mask: Tensor) -> Tensor:
+    """y = v at the mask:  dv = the sum of grad there"""
+    return grad.masked_fill(~mask, 0).sum()

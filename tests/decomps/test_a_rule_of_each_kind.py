@@ -174,7 +174,7 @@ def test_a_wrong_batching_rule_fails(scaled: OpOverload) -> None:
 def test_a_slope(cube: OpOverload) -> None:
     slopes({"made_up.cube.default": lambda x: 3 * x * x}, source="made_up.py")
     vjp, jvp = added("vjp", "jvp")
-    assert registry.vjp(cube) is vjp
+    assert registry.rule_of("vjp", cube) is vjp
     for dtype in (torch.float64, torch.complex128):
         (call,) = slope_calls.calls("made_up.cube.default", dtype)
         for rule in (vjp, jvp):

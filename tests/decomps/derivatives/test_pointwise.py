@@ -164,7 +164,7 @@ def test_gradients_of_complex_numbers_are_batched(name: str) -> None:
 @handful
 def test_a_rule_asked_for_beforehand_compiles(name: str) -> None:
     call = calls(name)[0]
-    rule: Callable[..., Any] = registry.vjp(call.op)
+    rule: Callable[..., Any] = registry.rule_of("vjp", call.op)
     x = torch.rand(5, dtype=torch.float64)
     args = call.on(x).args
 
@@ -181,7 +181,7 @@ def test_sinc_is_differentiated_exactly_near_zero(order: int) -> None:
     mpmath = pytest.importorskip("mpmath")
     points = [0.0, 1e-9, -1e-5, 1e-3, -0.1, 0.159, 0.16, 0.3, 2.5]
     x = torch.tensor(points, dtype=torch.float64, requires_grad=True)
-    d = registry.vjp(aten.sinc)(torch.ones_like(x), x)
+    d = registry.rule_of("vjp", aten.sinc)(torch.ones_like(x), x)
     for _ in range(order - 1):
         (d,) = torch.autograd.grad(d.sum(), x, create_graph=True)
     with mpmath.workdps(60):
@@ -193,7 +193,7 @@ def test_sinc_is_differentiated_exactly_near_zero(order: int) -> None:
 def test_sinc_compiles_with_gradients_that_are_not_finite() -> None:
     """Inductor takes g * 0 for zero, whatever g is."""
     g = torch.tensor([1, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
-    compiled = torch.compile(registry.vjp(aten.sinc), backend="inductor")
+    compiled = torch.compile(registry.rule_of("vjp", aten.sinc), backend="inductor")
     close(compiled(g, torch.zeros_like(g)), torch.zeros_like(g))
 
 
@@ -210,9 +210,9 @@ def test_a_real_tensor_to_a_complex_power_has_a_complex_tangent(x: float) -> Non
     """PyTorch's forward mode drops its imaginary part."""
     a, t = 2 - 1j, 0.7
     real = torch.tensor(x, dtype=torch.float64), torch.tensor(t, dtype=torch.float64)
-    found = registry.jvp(aten.pow.Tensor_Scalar)(real[1], real[0], a)
+    found = registry.rule_of("jvp", aten.pow.Tensor_Scalar)(real[1], real[0], a)
     close(found, torch.tensor(t * a * x ** (a - 1), dtype=torch.complex128))
-    found = registry.jvp(aten.pow.Scalar)(real[1], a, real[0])
+    found = registry.rule_of("jvp", aten.pow.Scalar)(real[1], a, real[0])
     close(found, torch.tensor(t * a**x * cmath.log(a), dtype=torch.complex128))
 
 

@@ -1,0 +1,1 @@
+"""The derivative table: operators bound to their formulas, as derivatives.yaml binds them."""

@@ -1,0 +1,52 @@
+"""A formula from its signature: what the record then says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from normpass.decomps import registry
+from normpass.decomps.manual import Gradient, Number, manual
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def test_the_record_of_a_formula() -> None:
+    """Of one that is written so: name, schema, source, what None stands for, dtypes of results."""
+    rule = registry.derivative("clamp_backward_min_max")
+    assert rule.kind == "vjp"
+    assert rule.source == "torch/csrc/autograd/FunctionsManual.cpp: clamp_backward_min_max"
+    assert rule.linear == ("grad",)
+    assert str(rule.op._schema if rule.op else "") == (
+        "normpass::clamp_backward_min_max(Tensor? grad, Tensor self, Tensor? min, Tensor? max, "
+        "bool[] grad_input_mask) -> (Tensor, Tensor)"
+    )
+    assert registry.derivative("softplus_double_backward").kind == "double_backward"
+    assert registry.derivative("clamp_jvp").linear == ("self_t", "min_t", "max_t")
+
+
+def test_overloads_and_defaults() -> None:
+    assert registry.derivative("clamp_backward.Tensor").op is not None
+    schema = str(torch.ops.normpass.div_tensor_other_backward.default._schema)
+    assert "str? rounding_mode=None" in schema
+
+
+def test_a_result_has_the_dtype_of_its_argument() -> None:
+    x = torch.ones(3, dtype=torch.bfloat16)
+    grad, mask = torch.ones(3), [True, True]
+    low, high = torch.zeros(3, dtype=torch.float16), torch.ones(3) / 2
+    found = torch.ops.normpass.clamp_backward_min_max(grad, x, low, high, mask)
+    assert [t.dtype for t in found] == [torch.float16, torch.float32]
+
+
+def test_an_annotation_that_no_schema_has() -> None:
+    def made_up_backward(grad: Gradient, sizes: Sequence[Number]) -> Tensor:
+        return grad
+
+    with pytest.raises(TypeError, match=r"made_up_backward: expected sizes .* found Sequence\[Num"):
+        manual("grad: *n -> dself: *n")(made_up_backward)

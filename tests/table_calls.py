@@ -1,0 +1,269 @@
+"""Calls of operators of ATen as they happen within PyTorch's operator database, and what PyTorch's
+autograd and forward mode make of each alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.testing import assert_close
+from torch.testing._internal import common_methods_invocations as database
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from normpass.decomps.registry import UnknownRule
+from normpass.decomps.table.binding import Row, jvp, row_of, vjp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from torch.testing._internal.opinfo.core import OpInfo
+
+RIGHT, REFUSED, NOT_COUNTED = "right", "refused", "not counted"
+# Casts are what there is of other dtypes than doubles.
+TOLERANCE = {
+    torch.float64: (1e-7, 1e-9),
+    torch.complex128: (1e-7, 1e-9),
+    torch.float32: (1e-5, 1e-6),
+    torch.complex64: (1e-5, 1e-6),
+    torch.bfloat16: (2e-2, 1e-2),
+    torch.float16: (2e-3, 1e-3),
+    torch.complex32: (2e-3, 1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator with a row in the table, and its arguments by name."""
+
+    op: OpOverload
+    args: Mapping[str, Any]
+
+    @property
+    def row(self) -> Row:
+        return row_of(self.op)
+
+    def __repr__(self) -> str:
+        shown = tree_map_only(torch.Tensor, lambda t: f"{t.dtype}{list(t.shape)}", dict(self.args))
+        return f"{self.op}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+    def run(self, args: Mapping[str, Any]) -> tuple[Any, ...]:
+        schema = self.op._schema.arguments
+        positional = [args[a.name] for a in schema if not a.kwarg_only]
+        found = self.op(*positional, **{a.name: args[a.name] for a in schema if a.kwarg_only})
+        return tuple(found) if isinstance(found, tuple) else (found,)
+
+
+# PyTorch's tangent of a complex silu is wrong (test_binding.py shows it).
+WRONG_TANGENTS = {("aten.silu.default", torch.complex128)}
+
+
+# PyTorch divides the product by an element: of one that is NaN it says NaN, where the product of the
+# others, which is ours, may not be.
+PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, Call] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (call := _call(func, args, kwargs or {})) is not None:
+            self.calls.setdefault(repr(call), call)
+        return func(*args, **(kwargs or {}))
+
+
+def _call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    try:
+        row = row_of(op)
+    except UnknownRule:
+        return None
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if op is torch.ops.aten.as_strided.default:  # reads a storage of which a copy has a part
+        return None
+    if op in PRODUCTS and any(t.isnan().any() for t in tensors):
+        return None
+    if op._schema.is_mutable or not any(map(is_number, tensors)):
+        return None
+    given = row.given({**dict(zip(row.arguments, args, strict=False)), **kwargs})
+    return Call(op, tree_map_only(torch.Tensor, lambda t: t.detach().clone(), given))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def calls(info: OpInfo, dtype: torch.dtype, samples: int | None) -> Iterator[Call]:
+    """The different calls that so many samples of an operator make, below autograd."""
+    torch.manual_seed(0)
+    recorder = _Recorder()
+    for sample in islice(info.sample_inputs("cpu", dtype), samples):
+        with recorder:
+            info(sample.input, *sample.args, **sample.kwargs)
+    yield from recorder.calls.values()
+
+
+def operators(dtype: torch.dtype) -> dict[str, OpInfo]:
+    """Those of the database that CPUs have; jiterator's are for GPUs alone."""
+    return {
+        op.full_name: op
+        for op in database.op_db
+        if dtype in op.supported_dtypes("cpu") and not op.name.startswith("jiterator")
+    }
+
+
+def check_vjp(call: Call) -> str:
+    """Compares every gradient with autograd's, and those of the gradients."""
+    args = tree_map_only(torch.Tensor, _leaf, dict(call.args))
+    try:
+        results = call.run(args)
+        chosen = [y for y in tree_leaves(results) if _has_gradient(y)]
+        cotangents = [torch.randn_like(y).requires_grad_() for y in chosen]
+        leaves = [x for x in tree_leaves(args) if _has_gradient(x)]
+        if not chosen:
+            return NOT_COUNTED
+        expected = _gradients(chosen, leaves, cotangents)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{NOT_COUNTED}: {error}"
+    given = iter(cotangents)
+    grads = tree_map_only(
+        torch.Tensor, lambda y: next(given) if _has_gradient(y) else None, results
+    )
+    try:
+        by_name = vjp(call.op)(grads, args, results)
+    except NotImplementedError as error:
+        return f"{REFUSED}: {error}"
+    found = [
+        gradient for name, value in args.items() for gradient in _aligned(value, by_name.get(name))
+    ]
+    _compare(call, found, expected, leaves)
+    _compare_next(call, found, expected, [*leaves, *cotangents])
+    return RIGHT
+
+
+def _gradients(
+    ys: Sequence[Tensor], xs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(ys, xs, cotangents, create_graph=True, allow_unused=True)
+
+
+def _compare_next(
+    call: Call,
+    found: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    xs: Sequence[Tensor],
+) -> None:
+    """The gradient of a gradient, in a direction that is the same for both."""
+    torch.manual_seed(1)
+    pairs = [(f, e) for f, e in zip(found, expected, strict=True) if e is not None]
+    pairs = [(f, e) for f, e in pairs if e.requires_grad and f is not None and not e.is_sparse]
+    directions = [torch.randn_like(e) for _, e in pairs]
+    try:
+        second = _gradients([e for _, e in pairs], xs, directions) if pairs else ()
+    except (RuntimeError, NotImplementedError):
+        return  # no second derivative of PyTorch's to compare with
+    ours = [(f, d) for (f, _), d in zip(pairs, directions, strict=True) if f.requires_grad]
+    if ours:
+        first, along = zip(*ours, strict=True)
+        # Where PyTorch's is NaN (of a norm at zero), it has no second derivative to compare with.
+        again = torch.autograd.grad(first, xs, along, retain_graph=True, allow_unused=True)
+        known = [
+            e if f is None or e is None else torch.where(e.isnan(), f, e)
+            for f, e in zip(again, second, strict=True)
+        ]
+        _compare(call, again, known, xs)
+    elif any(g is not None and g.any() for g in second):
+        raise AssertionError(f"{call}: the gradient has no derivative")
+
+
+def _compare(
+    call: Call,
+    found: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    like: Sequence[Tensor],
+) -> None:
+    for f, e, x in zip(found, expected, like, strict=True):
+        if f is None and e is None:
+            continue
+        rtol, atol = TOLERANCE[x.dtype]
+        zero = torch.zeros_like(x)
+        f, e = ((zero if value is None else value).to_dense() for value in (f, e))
+        assert f.shape == x.shape, f"{call}: {f.shape} for {x.shape}"
+        assert f.dtype == x.dtype, f"{call}: {f.dtype} for {x.dtype}"
+        scale = float(e.abs().nan_to_num(0, 0, 0).amax()) if e.numel() else 0.0
+        message = f"{call}: {{}}".format
+        assert_close(
+            f,
+            e,
+            rtol=rtol,
+            atol=atol * max(1, scale),
+            equal_nan=True,
+            msg=message,
+        )
+
+
+def check_jvp(call: Call) -> str:
+    """Compares every tangent with forward mode's."""
+    torch.manual_seed(2)
+    primals = dict(call.args)
+    tangents = tree_map_only(
+        torch.Tensor, lambda x: torch.randn_like(x) if is_number(x) else None, primals
+    )
+    results = call.run(primals)
+    with forward_ad.dual_level():
+        flat = iter(tree_leaves(tangents))
+        try:
+            given = iter([t for t in flat if isinstance(t, torch.Tensor)])
+            dual = tree_map_only(
+                torch.Tensor,
+                lambda x: forward_ad.make_dual(x, next(given)) if is_number(x) else x,
+                primals,
+            )
+            expected = [
+                forward_ad.unpack_dual(y).tangent if isinstance(y, torch.Tensor) else None
+                for y in tree_leaves(call.run(dual))
+            ]
+        except (RuntimeError, NotImplementedError) as error:
+            return f"{NOT_COUNTED}: {error}"
+    wrong = any((str(call.op), y.dtype) in WRONG_TANGENTS for y in tree_leaves(results))
+    if wrong or all(tangent is None for tangent in expected):
+        return NOT_COUNTED
+    of_tensors = {name: tangent for name, tangent in tangents.items() if _has_number(primals[name])}
+    try:
+        found = tree_leaves(jvp(call.op)(of_tensors, primals, results))
+    except NotImplementedError as error:
+        return f"{REFUSED}: {error}"
+    ys = tree_leaves(results)
+    if len(found) != len(ys):  # a list without a tangent is one None
+        found = [None] * len(ys)
+    _compare(call, found, expected, ys)
+    return RIGHT
+
+
+def _has_number(value: Any) -> bool:
+    return any(map(is_number, tree_leaves(value)))
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if is_number(x) else x
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _aligned(value: Any, gradients: Any) -> list[Tensor | None]:
+    """A gradient for each tensor of an argument that has one."""
+    leaves = [x for x in tree_leaves(value) if _has_gradient(x)]
+    if isinstance(gradients, list | tuple):
+        return list(gradients)
+    return [gradients] * len(leaves)
