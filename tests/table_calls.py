@@ -64,8 +64,8 @@ class Call:
 WRONG_TANGENTS = {("aten.silu.default", torch.complex128)}
 
 
-# PyTorch divides the product by an element: of one that is NaN it says NaN, where the product of the
-# others, which is ours, may not be.
+# PyTorch divides the product by an element: of one that is NaN it says NaN, where the product of
+# the others, which is ours, may not be.
 PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int)
 
 

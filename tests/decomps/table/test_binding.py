@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 SAMPLES = 2
 # What PyTorch's operator database says of an operator is asked for once, and of one dtype here; of
-# every sample and of complex numbers too by `make derivatives`.
+# every sample and of complex numbers too by `make sweep`.
 EVERY = pytest.mark.sweep
 
 
