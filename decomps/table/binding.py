@@ -36,6 +36,7 @@ class Row:
     keywords        those that are given by name alone
     tensors         those that are one tensor, which may be given as a number
     results         what the row calls them: result, or result0 and so on, where they have no name
+    is_list         whether the one result is a list of tensors
     gradients       one argument or several -> the expression of their gradients
     differentiable  the arguments that have one
     tangents        result -> the expression of its tangent
@@ -52,6 +53,7 @@ class Row:
         self.tensors = tuple(a.name for a in schema if str(a.type) == "Tensor")
         numbered = ("result",) if len(returns) == 1 else [f"result{k}" for k in range(len(returns))]
         self.results = tuple(r.name or name for r, name in zip(returns, numbered, strict=True))
+        self.is_list = len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
         fields = {names: text for names, text in entry.fields.items() if text != CONSTANT}
         self.gradients = {n: text for n, text in fields.items() if set(n) <= {*self.arguments}}
         self.differentiable = tuple(name for names in self.gradients for name in names)
@@ -86,7 +88,9 @@ class Row:
 
     def known(self, args: Arguments, results: Results) -> dict[str, Any]:
         """Arguments and results by name."""
-        if isinstance(results, torch.Tensor) or len(self.results) == 1 != len(results):
+        if isinstance(results, torch.Tensor) or (
+            self.is_list and all(isinstance(y, torch.Tensor) for y in results)
+        ):
             results = (results,)
         return {**self.given(args), **dict(zip(self.results, results, strict=True))}
 
@@ -123,8 +127,10 @@ class Vjp:
     def __init__(self, row: Row) -> None:
         self.row, self.op = row, row.op
         self.formulas: dict[tuple[str, ...], Formula | NoFormula] = {}
-        gradients = [f"grad_{name}" for name in row.results]
-        names = (*row.arguments, *row.results, *gradients, "grad", "grads", "grad_input_mask")
+        # Those that are no argument, as grad_output often is.
+        self.of_results = {name: f"grad_{name}" for name in row.results}
+        self.asked = {"grad", *self.of_results.values()} - {*row.arguments}
+        names = (*row.arguments, *row.results, *self.asked, "grads", "grad_input_mask")
         for wrt, text in row.gradients.items():
             self.formulas[wrt] = _try(text, names, f"{row.op}: {', '.join(wrt)}")
         self.own = registry.by_op("vjp").get(row.op)
@@ -158,8 +164,9 @@ class Vjp:
         first: Any = differentiable[0]
         if isinstance(first, list | tuple):  # of a list of results
             differentiable = list(first)
-        known |= {f"grad_{name}": g for name, g in zip(row.results, grads, strict=True)}
-        known |= {"grads": differentiable, "grad": differentiable[0]}
+        each: dict[str, Any] = dict(zip(self.of_results.values(), grads, strict=True))
+        each |= {"grad": differentiable[0], "grads": differentiable}
+        known |= {name: g for name, g in each.items() if name not in row.arguments}
         found: dict[str, Any] = {}
         for wrt, formula in self.formulas.items():
             if any(name in needs for name in wrt):
@@ -176,10 +183,12 @@ class Vjp:
     ) -> dict[str, Any]:
         if self.own is not None and wrt == (self.tensor,):
             args = [known[name] for name in self.row.arguments]
-            return {self.tensor: self.own(known["grad"], *args, result=known[self.row.results[0]])}
+            result = known[self.row.results[0]]
+            return {self.tensor: self.own(known["grad"], *args, result=result)}
         if isinstance(formula, NoFormula):
             raise NotImplementedError(str(formula))
-        if _undefined(formula, known):
+        asked = [name for name in self.asked if name in formula.uses]
+        if asked and "grads" not in formula.uses and all(known[name] is None for name in asked):
             return dict.fromkeys(wrt)
         value = formula({**known, "grad_input_mask": [name in needs for name in wrt]})
         return {wrt[0]: value} if len(wrt) == 1 else dict(zip(wrt, value, strict=True))
@@ -231,7 +240,12 @@ class Jvp:
         known = row.known(args, results)
         if not isinstance(tangents, Mapping):
             tangents = dict(zip(row.arguments, tangents, strict=False))
-        tangents = {name: t for name, t in tangents.items() if _is_there(t)}
+        if unknown := [name for name in tangents if name not in row.arguments]:
+            raise TypeError(
+                f"{self.op} takes ({', '.join(row.arguments)}); found tangents of "
+                f"{', '.join(unknown)}"
+            )
+        tangents = {n: tangents[n] for n in row.differentiable if _is_there(tangents.get(n))}
         if not tangents:
             return (None,) * len(row.results)
         if not row.tangents and self.own is None:
@@ -288,13 +302,6 @@ def _try(text: str, names: Sequence[str], what: str) -> Formula | NoFormula:
         return compiled(text, names, what)
     except NoFormula as missing:
         return missing
-
-
-def _undefined(formula: Formula, known: Mapping[str, Any]) -> bool:
-    """Whether all the gradients that a formula asks for are undefined; then so is what it gives."""
-    asked = [name for name in formula.uses if name == "grad" or name.startswith("grad_")]
-    asked = [name for name in asked if name in known]
-    return bool(asked) and "grads" not in formula.uses and all(known[n] is None for n in asked)
 
 
 def _fitted(gradient: Any, value: Any) -> Any:

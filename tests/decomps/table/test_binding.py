@@ -120,6 +120,20 @@ def test_a_tangent_that_is_not_there_is_zero() -> None:
     assert_close(found, G * W)
 
 
+def test_a_list_of_one_result() -> None:
+    x = torch.ones(1, 3)
+    for results in ([x[0]], ([x[0]],)):
+        found = vjp(aten.unbind.int)(([torch.ones(3)],), (x, 0), results)
+        assert_close(found["self"], torch.ones(1, 3))
+
+
+def test_an_argument_that_is_called_as_a_gradient() -> None:
+    args = {"grad_output": G, "output": X.tanh()}
+    found = vjp(aten.tanh_backward)((X,), args, aten.tanh_backward(*args.values()))
+    assert_close(found["grad_output"], X * (1 - X.tanh() ** 2))
+    assert_close(found["output"], -2 * X * G * X.tanh())
+
+
 def test_a_norm() -> None:
     args = (X, [4], W, None, 1e-5)
     y, mean, rstd = aten.native_layer_norm(*args)
@@ -146,6 +160,7 @@ def test_the_dtype_of_a_gradient_is_the_arguments() -> None:
     [
         (lambda: vjp(aten.einsum), UnknownRule, "put together from others"),
         (lambda: vjp("mul"), TypeError, "expected an operator"),
+        (lambda: jvp(aten.mul)({"w": W}, (X, W), X), TypeError, "found tangents of w"),
         (lambda: vjp(aten.mul.out), UnknownRule, "near matches: mul.Tensor"),
         (lambda: vjp(aten.mul.Tensor)((G,), (X,), X), TypeError, "missing: other"),
         (
@@ -172,6 +187,7 @@ def test_the_dtype_of_a_gradient_is_the_arguments() -> None:
     ids=[
         "composite",
         "no operator",
+        "tangents",
         "out",
         "missing",
         "unknown",
