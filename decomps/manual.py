@@ -7,9 +7,8 @@
         return grad * chosen / chosen.sum()
 
 The function's name and parameters are upstream's, in upstream's order. From the annotations comes
-the operator's schema: `Gradient` and `Tangent` are tensors whose None stands for zero, `Weight` one
-whose None stands for ones. The result `dx` has the dtype of the argument x, any other that of the
-first gradient or tensor.
+the operator's schema: `Gradient` and `Tangent` are tensors whose None stands for zero. The result
+`dx` has the dtype of the argument x, any other that of the first gradient or tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ F = TypeVar("F", bound="Callable[..., Any]")
 Number = int | float | complex
 Gradient = Tensor
 Tangent = Tensor
-Weight = Tensor
 
 FILE = "torch/csrc/autograd/FunctionsManual.cpp"
 _TYPES = {
@@ -41,18 +39,14 @@ _TYPES = {
     "Tensor | None": "Tensor?",
     "Gradient": "Tensor?",
     "Tangent": "Tensor?",
-    "Weight": "Tensor?",
-    "Sequence[Tensor]": "Tensor[]",
     "Sequence[Gradient]": "Tensor?[]",
     "int": "int",
     "int | None": "SymInt?",
     "float": "float",
     "float | None": "float?",
     "bool": "bool",
-    "str": "str",
     "str | None": "str?",
     "Number": "Scalar",
-    "Number | None": "Scalar?",
     "torch.dtype": "ScalarType",
     "torch.layout": "Layout",
     "Sequence[int]": "SymInt[]",
@@ -96,7 +90,6 @@ def manual(
             shapes=shapes,
             results=finished,
             zeros=[n for n, kind in kinds.items() if kind in _ZEROS],
-            ones=[n for n, kind in kinds.items() if kind == "Weight"],
             as_given=as_given,
             why=why,
             sample=sample,

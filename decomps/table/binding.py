@@ -40,6 +40,8 @@ class Row:
     gradients       one argument or several -> the expression of their gradients
     differentiable  the arguments that have one
     tangents        result -> the expression of its tangent
+    flags           for each result whether it has a derivative, or what says so of the arguments;
+                    empty where every result of a floating or complex dtype has
 
     All of it is read at once: what is called later has to be traced by Dynamo.
     """
@@ -61,16 +63,17 @@ class Row:
             name: text for names, text in fields.items() for name in names if name in self.results
         }
 
+        names = (*self.arguments, *self.results)
+        self.flags = tuple(
+            flag if isinstance(flag, bool) else compiled(flag, names, f"{op}: differentiability")
+            for flag in entry.differentiable
+        )
+
     def is_constant(self, known: Mapping[str, Any]) -> tuple[bool, ...]:
         """For each result whether it has no derivative, for arguments of these values."""
-        said = self.entry.differentiable
-        if not said:
+        if not self.flags:
             return tuple(not _is_number(known[name]) for name in self.results)
-        names = (*self.arguments, *self.results)
-        return tuple(
-            not (flag if isinstance(flag, bool) else compiled(flag, names, str(self.op))(known))
-            for flag in said
-        )
+        return tuple(not (f if isinstance(f, bool) else f(known)) for f in self.flags)
 
     def given(self, args: Arguments) -> dict[str, Any]:
         """The operator's arguments by name, its defaults among them."""
@@ -127,10 +130,9 @@ class Vjp:
     def __init__(self, row: Row) -> None:
         self.row, self.op = row, row.op
         self.formulas: dict[tuple[str, ...], Formula | NoFormula] = {}
-        # Those that are no argument, as grad_output often is.
-        self.of_results = {name: f"grad_{name}" for name in row.results}
-        self.asked = {"grad", *self.of_results.values()} - {*row.arguments}
-        names = (*row.arguments, *row.results, *self.asked, "grads", "grad_input_mask")
+        self.of_results = [f"grad_{name}" for name in row.results]
+        asked = (*self.of_results, "grad", "grads", "grad_input_mask")
+        names = (*row.arguments, *row.results, *asked)
         for wrt, text in row.gradients.items():
             self.formulas[wrt] = _try(text, names, f"{row.op}: {', '.join(wrt)}")
         self.own = registry.by_op("vjp").get(row.op)
@@ -164,9 +166,8 @@ class Vjp:
         first: Any = differentiable[0]
         if isinstance(first, list | tuple):  # of a list of results
             differentiable = list(first)
-        each: dict[str, Any] = dict(zip(self.of_results.values(), grads, strict=True))
-        each |= {"grad": differentiable[0], "grads": differentiable}
-        known |= {name: g for name, g in each.items() if name not in row.arguments}
+        known |= zip(self.of_results, grads, strict=True)
+        known |= {"grad": differentiable[0], "grads": differentiable}
         found: dict[str, Any] = {}
         for wrt, formula in self.formulas.items():
             if any(name in needs for name in wrt):
@@ -187,9 +188,6 @@ class Vjp:
             return {self.tensor: self.own(known["grad"], *args, result=result)}
         if isinstance(formula, NoFormula):
             raise NotImplementedError(str(formula))
-        asked = [name for name in self.asked if name in formula.uses]
-        if asked and "grads" not in formula.uses and all(known[name] is None for name in asked):
-            return dict.fromkeys(wrt)
         value = formula({**known, "grad_input_mask": [name in needs for name in wrt]})
         return {wrt[0]: value} if len(wrt) == 1 else dict(zip(wrt, value, strict=True))
 

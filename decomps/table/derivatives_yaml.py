@@ -50,7 +50,12 @@ def entries() -> Mapping[str, Mapping[str, Entry]]:
 
     Raises FileNotFoundError where torch lies there without its code generator.
     """
-    text = files("torchgen").joinpath("packaged/autograd/derivatives.yaml").read_text("utf-8")
+    try:
+        text = files("torchgen").joinpath("packaged/autograd/derivatives.yaml").read_text("utf-8")
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise FileNotFoundError(
+            "expected torchgen/packaged/autograd/derivatives.yaml, which torch brings; found none"
+        ) from error
     found: dict[str, dict[str, Entry]] = {}
     for by_key in parse(text):
         found.setdefault(next(iter(by_key.values())).op, {}).update(by_key)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from normpass.decomps.manual import Number
+
 aten = torch.ops.aten
-Number = int | float | complex
 
 
 @dataclass(frozen=True)
@@ -127,12 +128,12 @@ METHODS: dict[str, Callable[..., Any]] = {
     "logical_not_": torch.logical_not,
     "conj_physical_": torch.conj_physical,
     # Given by position what Python wants by name.
-    "add": lambda x, other, alpha: torch.add(x, other, alpha=alpha),
+    "add": lambda x, other, alpha=1: torch.add(x, other, alpha=alpha),
     "div": lambda x, other, rounding_mode=None: torch.div(x, other, rounding_mode=rounding_mode),
     "index": lambda x, indices: aten.index.Tensor(x, indices),
     "slice": aten.slice.Tensor,
     "sum": sum_,
-    "new_zeros": lambda x, sizes, options=None: x.new_zeros(sizes),
+    "new_zeros": lambda x, sizes, o=None: x.new_zeros(sizes, **(o.keywords() if o else {})),
 }
 
 
@@ -247,6 +248,11 @@ CONSTANTS: dict[str, Any] = {
     "M_LN2": math.log(2),
     "MemoryFormat_Contiguous": torch.contiguous_format,
     "kJagged": torch.jagged,
-    "kCudnnDoubleBackwardMsg": "It is not differentiable twice with cuDNN; use the native kernel.",
+    "kCudnnDoubleBackwardMsg": (
+        "Double backwards is not supported for CuDNN RNNs due to limitations in the CuDNN API. To "
+        "run double backwards, please disable the CuDNN backend temporarily while running the "
+        "forward pass of your RNN. For example: \nwith torch.backends.cudnn.flags(enabled=False):\n"
+        "    output = model(inputs)"
+    ),
     "retain_variables": False,  # what is saved is never written again here
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import bounded
 import pytest
@@ -20,6 +21,9 @@ from normpass.backend import reference, runtime
 from normpass.backend.plan import make_plan
 from normpass.backend.tree import CPU
 from normpass.passes.region import REGROUP, parse, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 QUIET = {
     "deadline": None,
@@ -77,7 +81,7 @@ def test_random_regions(case: random_regions.Case) -> None:
 
 
 @pytest.fixture
-def _sums_last(monkeypatch: pytest.MonkeyPatch):
+def _sums_last(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However few sums there are, each worker has some of them whole."""
     machine = replace(CPU, workers=1, partial=0)
     monkeypatch.setattr(runtime, "make_plan", functools.partial(make_plan, machine=machine))

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import normpass
 from normpass.decomps.registry import UnknownRule
-from normpass.decomps.table.binding import jvp, row_of, vjp
+from normpass.decomps.table.binding import Jvp, jvp, row_of, vjp
 from normpass.decomps.table.derivatives_yaml import DEFAULT, entries
 from normpass.decomps.table.formulas import NoFormula
 from normpass.decomps.torch_versions import RELEASE
@@ -26,28 +26,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
-SAMPLES = 2
-# What PyTorch's operator database says of an operator is asked for once, and of one dtype here; of
-# every sample and of complex numbers too by `make sweep`.
-EVERY = pytest.mark.sweep
+SAMPLES = 2  # of each operator; of every sample it is asked by `make sweep`
+OPERATORS = [
+    (name, dtype)
+    for dtype in (torch.float64, torch.complex128)
+    for name in sorted(table_calls.operators(dtype))
+]
+each = pytest.mark.parametrize(
+    ("name", "dtype"), OPERATORS, ids=[f"{name}-{dtype}" for name, dtype in OPERATORS]
+)
 
 
-@pytest.mark.parametrize("name", sorted(table_calls.operators(torch.float64)))
-def test_every_call_of_an_operator(name: str) -> None:
-    check(name, torch.float64, SAMPLES)
+@each
+def test_every_call_of_an_operator(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype, SAMPLES)
 
 
-@EVERY
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-@pytest.mark.parametrize("name", sorted(table_calls.operators(torch.float64)))
+@pytest.mark.sweep
+@each
 def test_every_call_of_every_sample(name: str, dtype: torch.dtype) -> None:
     check(name, dtype, None)
 
 
 def check(name: str, dtype: torch.dtype, samples: int | None) -> None:
-    found = table_calls.operators(dtype).get(name)
-    if found is None:
-        pytest.skip(f"{name} does not take {dtype}")
+    found = table_calls.operators(dtype)[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated operators and of complex casts
         for call in table_calls.calls(found, dtype, samples):
@@ -120,11 +122,12 @@ def test_a_tangent_that_is_not_there_is_zero() -> None:
     assert_close(found, G * W)
 
 
-def test_a_list_of_one_result() -> None:
-    x = torch.ones(1, 3)
-    for results in ([x[0]], ([x[0]],)):
-        found = vjp(aten.unbind.int)(([torch.ones(3)],), (x, 0), results)
-        assert_close(found["self"], torch.ones(1, 3))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_list_of_results_is_one(rows: int) -> None:
+    x = X[:rows]
+    for results in (list(x), (list(x),)):
+        found = vjp(aten.unbind.int)(([*G[:rows]],), (x, 0), results)
+        assert_close(found["self"], G[:rows])
 
 
 def test_an_argument_that_is_called_as_a_gradient() -> None:
@@ -132,6 +135,13 @@ def test_an_argument_that_is_called_as_a_gradient() -> None:
     found = vjp(aten.tanh_backward)((X,), args, aten.tanh_backward(*args.values()))
     assert_close(found["grad_output"], X * (1 - X.tanh() ** 2))
     assert_close(found["output"], -2 * X * G * X.tanh())
+
+
+def test_a_tangent_that_is_not_there_meets_an_infinity() -> None:
+    """As in forward mode, where 0 * inf of nothing is nothing."""
+    x, nought = torch.ones(2), torch.zeros(2)
+    (found,) = jvp(aten.div.Tensor)({"self": x}, (x, nought), x / nought)
+    assert_close(found, torch.full((2,), torch.inf))
 
 
 def test_a_norm() -> None:
@@ -202,6 +212,16 @@ def test_messages(call: Callable[[], object], error: type[Exception], message: s
     assert message in str(raised.value)
 
 
+def test_a_tangent_by_the_gradients_formula() -> None:
+    """What derivatives.yaml calls auto_element_wise, without our slope for it."""
+    derivative = Jvp(row_of(aten.tanh))
+    assert derivative.own and derivative.reverse
+    derivative.own = derivative.reverse.own = None
+    x, t = torch.complex(X, G), torch.complex(G, X.cos())
+    (found,) = derivative({"self": t}, (x,), x.tanh())
+    assert_close(found, t * (1 - x.tanh() ** 2))
+
+
 def test_the_tangent_of_a_complex_silu() -> None:
     """PyTorch's is wrong: it makes the tangent from a gradient that is not conjugated."""
     x, t = torch.complex(X, G), torch.complex(G, X.cos())
@@ -211,6 +231,28 @@ def test_the_tangent_of_a_complex_silu() -> None:
     with forward_ad.dual_level():
         theirs = forward_ad.unpack_dual(silu(forward_ad.make_dual(x, t))).tangent
     assert not torch.allclose(theirs, found)
+
+
+def test_the_gradient_of_a_groups_mean_alone() -> None:
+    """PyTorch's is undefined where the norm itself has no gradient, which means zero."""
+    args = (torch.sin(torch.arange(18.0, dtype=torch.float64)).reshape(1, 6, 3), None, None)
+    sizes = (1, 6, 3, 2, 0.5)
+    x, h, step = args[0].clone().requires_grad_(), 1e-6, torch.cos(args[0] * 3)
+    results = aten.native_group_norm(x, None, None, *sizes)
+    for k in (1, 2):
+        g = torch.tensor([[0.5, -1.5]], dtype=torch.float64)
+        grads = [g if j == k else None for j in range(3)]
+        found = vjp(aten.native_group_norm)(grads, (*args, *sizes), results, ["input"])["input"]
+        ends = [
+            aten.native_group_norm(args[0] + sign * h * step, None, None, *sizes)[k]
+            for sign in (1, -1)
+        ]
+        assert_close(
+            (found * step).sum(), ((ends[0] - ends[1]) * g).sum() / (2 * h), rtol=1e-7, atol=1e-9
+        )
+        assert (
+            torch.autograd.grad(results[k], x, g, retain_graph=True, allow_unused=True)[0] is None
+        )
 
 
 # --- traces --------------------------------------------------------------------------------------
@@ -247,6 +289,21 @@ def test_compiled_in_one_graph(op: Any, args: tuple[Any, ...]) -> None:
     compiled = torch.compile(gradients, fullgraph=True, backend="eager")
     g = torch.randn_like(first)
     assert_close(compiled(g), gradients(g))
+
+
+def test_a_condition_of_a_derivative_is_compiled_too() -> None:
+    """Whether a cast has one depends on the dtype that it is to."""
+    derivative = vjp(aten._to_copy)
+
+    def gradient(g: Tensor) -> Any:
+        args = {"self": X, "dtype": g.dtype}
+        return derivative((g,), {**derivative.row.defaults, **args}, X.to(g.dtype))
+
+    compiled = torch.compile(gradient, fullgraph=True, backend="eager")
+    for dtype in (torch.float32, torch.int64):
+        g = G.to(dtype)
+        assert compiled(g).keys() == gradient(g).keys() == {"self"}
+        assert (compiled(g)["self"] is None) == (dtype is torch.int64)
 
 
 def test_a_row_says_where_it_is_from() -> None:
