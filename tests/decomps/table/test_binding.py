@@ -215,7 +215,8 @@ def test_messages(call: Callable[[], object], error: type[Exception], message: s
 def test_a_tangent_by_the_gradients_formula() -> None:
     """What derivatives.yaml calls auto_element_wise, without our slope for it."""
     derivative = Jvp(row_of(aten.tanh))
-    assert derivative.own and derivative.reverse
+    assert derivative.own
+    assert derivative.reverse
     derivative.own = derivative.reverse.own = None
     x, t = torch.complex(X, G), torch.complex(G, X.cos())
     (found,) = derivative({"self": t}, (x,), x.tanh())
