@@ -1,8 +1,7 @@
 """Facts that differ between the versions of torch that normpass supports: 2.11 to 2.15.
 
 One name for each, which rules and tests ask in place of a version. A fact says what torch itself
-does. Tried on 2.11.0, 2.13.0 and 2.15.0; what 2.14 does with derivatives
-is read from its derivatives.yaml, and where that does not say, nobody has looked.
+does. Tried on 2.11.0, 2.13.0 and 2.15.0; of 2.14 what is derivatives, on 2.14.1.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CLAMP_PASSES_AT_BOUNDS = RELEASE < (2, 14)
 
 # Bessel functions (special.bessel_*, special.modified_bessel_*) have derivatives (pytorch 189872).
 # Before, autograd takes them for constants, so that a derivative of a slope made of them is lost.
-BESSEL_HAS_DERIVATIVES = RELEASE >= (2, 14)
+BESSEL_HAS_DERIVATIVES = RELEASE >= (2, 15)
 
 # The derivatives of special.i1 and special.i1e at NaN are 1/2. The rules say NaN in every version.
 I1_LOSES_NAN = RELEASE < (2, 15)

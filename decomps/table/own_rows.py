@@ -13,6 +13,13 @@ OWN: dict[str, dict[tuple[str, ...], str]] = {
         ("self",): "channel_shuffle(grad, floor_divide(grad.sym_size(1), groups))",
         ("result",): "auto_linear",
     },
+    # what is exact to any order; from torch 2.14 on a dispatcher chooses between it and a kernel
+    "native_group_norm": {
+        ("input", "weight", "bias"): (
+            "infinitely_differentiable_native_group_norm_backward(grads[0], grads[1], grads[2], "
+            "input, result1, result2, weight, N, C, HxW, group, eps, grad_input_mask)"
+        )
+    },
     # upstream's formulas read the tangents from within the tensors of the list
     "cat": {("result",): "auto_linear"},
     "stack": {("result",): "auto_linear"},

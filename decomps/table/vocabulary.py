@@ -220,6 +220,7 @@ HELPERS: dict[str, Callable[..., Any]] = {
     "to_args_scalartypes": lambda tensors: [x.dtype for x in tensors],
     "wrap_opt_if": lambda x, needed: x if needed else None,
     "where": torch.where,
+    "masked_fill_inplace_if_safe": torch.masked_fill,  # from torch 2.14 on
     "zeros_like": torch.zeros_like,
     "ones_like": torch.ones_like,
     "real": torch.real,
