@@ -33,6 +33,9 @@ BESSEL_HAS_DERIVATIVES = RELEASE >= (2, 15)
 # The derivatives of special.i1 and special.i1e at NaN are 1/2. The rules say NaN in every version.
 I1_LOSES_NAN = RELEASE < (2, 15)
 
+# The gradient of group norm's mean and deviation is undefined where its result has none.
+GROUP_MEAN_ALONE_IS_LOST = RELEASE < (2, 14)
+
 # Group norm's backward decomposes into other products of the same factors.
 GROUP_NORM_BACKWARD_REWRITTEN = RELEASE >= (2, 15)
 

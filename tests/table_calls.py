@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from normpass.decomps.registry import UnknownRule
 from normpass.decomps.table.binding import Row, jvp, row_of, vjp
 from normpass.decomps.table.formulas import NoFormula
+from normpass.decomps.torch_versions import GROUP_MEAN_ALONE_IS_LOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +65,7 @@ class Call:
 # PyTorch's tangent of a complex silu is wrong, and so is the gradient of a group's mean or
 # deviation where the norm itself has none (test_binding.py shows both).
 WRONG_TANGENTS = {("aten.silu.default", torch.complex128)}
-WRONG_ALONE = {"aten.native_group_norm.default"}
+WRONG_ALONE = {"aten.native_group_norm.default"} if GROUP_MEAN_ALONE_IS_LOST else set()
 # PyTorch's kernels have 1 / 6 in float32.
 ROUNDED = {"aten.hardsigmoid.default": 1e-7, "aten.hardsigmoid_backward.default": 1e-7}
 # PyTorch divides the product by an element: of one that is NaN or infinite it says NaN, where the
