@@ -63,7 +63,8 @@ def manual(
     overload: str = "",
     results: Sequence[Result] | None = None,
     sample: Callable[..., Mapping[str, Any]] | None = None,
-    of: Callable[..., Any] | None = None,
+    of: Callable[..., Any] | str | None = None,
+    compared: Sequence[str] = (),
     as_given: bool = False,
     why: str = "",
 ) -> Callable[[F], F]:
@@ -94,6 +95,7 @@ def manual(
             why=why,
             sample=sample,
             of=of,
+            compared=compared,
         )(function)
         return function
 

@@ -54,8 +54,11 @@ class Rule:
     linear    the parameters that are gradients or tangents: None stands for zero
     sample    the arguments that cannot be any numbers, from the others, which it names: saved
               results, factors; lambda input: {"result": input.prod()}
-    of        the function whose derivative a formula is, of its arguments and of those whose
-              gradients `shapes` calls dx or gx: lambda self, dim: self.logsumexp(dim)
+    of        what a formula is the derivative of. The name of an operator in derivatives.yaml,
+              "linalg_qr": the formula's arguments are then those that this operator's row gives
+              it, and `sample` is of the operator's. Or a function of the formula's arguments and
+              of those whose gradients `shapes` calls dx or gx: lambda self: self.logsumexp(0)
+    compared  the tensors of which a formula asks no more than where they are equal or greater
     """
 
     kind: Kind
@@ -67,8 +70,9 @@ class Rule:
     function: Callable[..., Any]
     linear: tuple[str, ...] = ()
     sample: Callable[..., Mapping[str, Any]] | None = None
-    of: Callable[..., Any] | None = None
+    of: Callable[..., Any] | str | None = None
     constants: tuple[int, ...] = ()
+    compared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -207,7 +211,8 @@ def formula(
     as_given: bool = False,
     why: str = "",
     sample: Callable[..., Mapping[str, Any]] | None = None,
-    of: Callable[..., Any] | None = None,
+    of: Callable[..., Any] | str | None = None,
+    compared: Sequence[str] = (),
 ) -> Callable[[F], F]:
     """Decorator: enters a derivative formula under its FunctionsManual name.
 
@@ -215,9 +220,9 @@ def formula(
     Tensor", with upstream's names in upstream's order; where upstream has several functions of a
     name, all but the first name themselves as overloads do: "norm_backward.dim(...)". zeros, ones:
     the parameters for which None means an undefined gradient and a weight of ones; as_given: they
-    are not raised to working precision (conventions.with_conventions). sample, of: what the tests
-    need to know (`Rule`). The formula is torch.ops.normpass.<name> too, and the operator's
-    decomposition. The decorated name stays the bare formula.
+    are not raised to working precision (conventions.with_conventions). sample, of, compared: what
+    the tests need to know (`Rule`). The formula is torch.ops.normpass.<name> too, and that
+    operator's decomposition. The decorated name stays the bare formula.
     """
     parsed = torch._C.parse_schema(f"normpass::{schema}")
     name = schema.partition("(")[0]
@@ -227,7 +232,8 @@ def formula(
             bare, parsed, results, zeros=zeros, ones=ones, as_given=as_given
         )
         op, linear = define(schema, function), tuple(zeros)
-        _add(Rule(kind, op, name, source, shapes, why, function, linear, sample, of))
+        rule = Rule(kind, op, name, source, shapes, why, function, linear, sample, of)
+        _add(replace(rule, compared=tuple(compared)))
         return bare
 
     return decorate

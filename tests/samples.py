@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from row_samples import arguments, operator_of
+from sample_numbers import MASKS, NUMBERS, OF_SIZES, Place
 from torch.testing import make_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normpass.decomps.registry import rules
-from normpass.decomps.shapes import Shapes, bind, parse, put
+from normpass.decomps.shapes import Shapes, bind, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,98 +41,6 @@ SECOND_AXIS = 11  # of "*n", where it stands for two
 POSITIVE = re.compile(r"(var|rstd|invstd)(_t|_p)?$")
 # Tensors that an operator takes or not; other optional tensors are there where they are needed.
 PARAMETERS = ("weight", "bias", "gamma", "weight_p", "weight_t", "bias_p", "bias_t")
-
-# Numbers that say of sizes what tensors say too.
-OF_SIZES = ("C", "HxW", "N", "normalized_shape", "shape", "sizes", "mat1_sizes", "mat1_strides")
-
-MASKS = {
-    2: ([True] * 2, [True, False], [False, True]),
-    3: ([True] * 3, [True, False, False], [False, True, True]),
-}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where numbers are looked for: the sizes of axes, the shape of every name, and the names of
-    the tensors that may be None.
-    """
-
-    sizes: Mapping[str, Any]
-    shapes: Shapes
-    optional: frozenset[str]
-
-    def shape(self, name: str) -> tuple[Any, ...]:
-        return put({**self.shapes.arguments, **self.shapes.results}[name], self.sizes)
-
-    @property
-    def of_result(self) -> tuple[Any, ...]:
-        return self.shape(next(iter(self.shapes.results)))
-
-    def training(self) -> list[bool]:
-        """Training first, unless it would write to running statistics that have to be there."""
-        if "running_mean" not in self.shapes.arguments:
-            return [True]
-        return [True, False] if "running_mean" in self.optional else [False]
-
-    def reduced(self) -> list[int]:
-        """The places of the axes d, 2d or *d, counted from the end, where most axes are."""
-        every = [*self.shapes.arguments.values(), *self.shapes.results.values()]
-        for axes in sorted(every, key=len, reverse=True):
-            marked = [a for a in axes if a.lstrip("*0123456789") == "d"]
-            if marked:
-                after = len(put(axes[axes.index(marked[0]) + 1 :], self.sizes))
-                count = len(put(tuple(marked), self.sizes))
-                return list(range(-after - count, -after))
-        return [-1]
-
-
-def _strides(shape: Sequence[Any]) -> list[Any]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-
-
-# Numbers by their names: the first is taken, and each of the others once.
-NUMBERS: dict[str, Callable[[Place], Sequence[Any]]] = {
-    "C": lambda at: [at.sizes["c"]],
-    "HxW": lambda at: [math.prod(at.sizes["*s"])],
-    "N": lambda at: [at.sizes["n"]],
-    "alpha": lambda at: [2],
-    "approximate": lambda at: ["none", "tanh"],
-    "B_requires_grad": lambda at: [True],
-    "correction_opt": lambda at: [1, 0, None],
-    "beta": lambda at: [0.75],
-    "delta": lambda at: [1.25],
-    "device": lambda at: [None],
-    "dtype": lambda at: [None],
-    "eps": lambda at: [0.25],
-    "epsilon": lambda at: [0.25],
-    "exponential_average_factor": lambda at: [0.3],
-    "group": lambda at: [2],
-    "groups": lambda at: [2],
-    "input_scale": lambda at: [1.5],
-    "is_result": lambda at: [False, True],
-    "keepdim": lambda at: [False],
-    "layout": lambda at: [None],
-    "left": lambda at: [True],
-    "mat1_layout": lambda at: [torch.strided],
-    "mat1_sizes": lambda at: [list(at.of_result)],
-    "mat1_strides": lambda at: [_strides(at.of_result)],
-    "momentum": lambda at: [0.3],
-    "normalized_shape": lambda at: [list(at.sizes["*d"])],
-    "numel": lambda at: [1],
-    "p_": lambda at: [2.0, 3.0, 1.5],
-    "pin_memory": lambda at: [None],
-    "reduction": lambda at: [1, 2],
-    "rounding_mode": lambda at: [None],
-    "scalar_ord": lambda at: [2.0, 3.0],
-    "scale": lambda at: [1.3],
-    "shape": lambda at: [list(at.of_result)],
-    "sizes": lambda at: [list(at.of_result)],
-    "threshold": lambda at: [1.0],
-    "train": lambda at: [True, False],
-    "training": lambda at: at.training(),
-    "update": lambda at: [True, False],
-    "upper": lambda at: [False, True],
-}
 
 
 def parameters(rule: Rule) -> dict[str, Any]:
@@ -201,6 +110,11 @@ def written(rule: Rule) -> frozenset[str]:
     )
 
 
+def fixed(rule: Rule) -> frozenset[str]:
+    """The tensors in which it cannot be differentiated: it writes to them, or compares them."""
+    return written(rule) | {*rule.compared}
+
+
 def in_evaluation(given: Sample) -> bool:
     """Whether a norm is evaluated, and not in training."""
     assert given.rule.op is not None
@@ -228,6 +142,7 @@ class Sample:
     ranks  how many axes each "*n" is
     extra  what `Rule.of` takes besides, of the sizes of its gradient
     told   the numbers that `Rule.sample` tells
+    operands  the arguments of the operator, where `Rule.of` is one
     """
 
     rule: Rule
@@ -236,6 +151,7 @@ class Sample:
     ranks: dict[str, int]
     extra: dict[str, Any] = field(default_factory=dict)
     told: tuple[str, ...] = ()
+    operands: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *numbers: Tensor) -> Any:
         """The rule of these arguments, or of others for `numbers`."""
@@ -252,18 +168,18 @@ class Sample:
     @property
     def numbers(self) -> list[Tensor]:
         """The arguments that can be differentiated: none that the operator writes to."""
-        kept = [v for name, v in self.given.items() if name not in written(self.rule)]
+        kept = [v for name, v in self.given.items() if name not in fixed(self.rule)]
         return [v for v in tree_leaves(kept) if is_number(v)]
 
     def on(self, numbers: Sequence[Tensor]) -> dict[str, Any]:
         """The arguments, with these for `numbers`."""
-        left, fixed = iter(numbers), written(self.rule)
+        left, kept = iter(numbers), fixed(self.rule)
 
         def put(v: Tensor) -> Tensor:
             return next(left) if is_number(v) else v
 
         return {
-            name: v if name in fixed else tree_map_only(torch.Tensor, put, v)
+            name: v if name in kept else tree_map_only(torch.Tensor, put, v)
             for name, v in self.given.items()
         }
 
@@ -309,13 +225,13 @@ def samples(rule: Rule, dtype: torch.dtype = torch.float64, which: int = 0) -> I
     yield plain
     if plain.ranks:
         yield sample(rule, dtype, which, "two axes", rank=2)
-    for name in plain.given:
-        for value in _choices(rule, name)[1:]:
+    types = {**operand_types(rule), **parameters(rule)}
+    for name, type in types.items():
+        for value in _choices(rule, name, type)[1:]:
             yield sample(rule, dtype, which, f"{name}={value}", fixed={name: value})
-    types = parameters(rule)
     absent: dict[str, Any] = dict.fromkeys(optional(rule).intersection(PARAMETERS))
     if absent:
-        masks = {name: _choices(rule, name)[1] for name in types if _is_mask(types[name])}
+        masks = {name: _choices(rule, name, t)[1] for name, t in types.items() if _is_mask(t)}
         yield sample(rule, dtype, which, "without parameters", fixed={**absent, **masks})
 
 
@@ -335,13 +251,15 @@ def sample(
         # The one axis that a statistic keeps stands for all of *d.
         ranks = {term: 1 if term == "*d" else rank for term in ranks}
     place = Place(_sizes(which, ranks), shapes, optional(rule))
+    if types := operand_types(rule):
+        return _in_row(rule, types, Sample(rule, label, {}, ranks), place, dtype, fixed or {})
     given = {
         name: fixed[name] if fixed and name in fixed else _argument(name, type, place, dtype)
         for name, type in parameters(rule).items()
     }
     if given.get("training"):
         given.update(dict.fromkeys({"running_mean", "running_var"} & given.keys()))
-    wanted = inspect.signature(rule.of).parameters if rule.of else ()
+    wanted = inspect.signature(rule.of).parameters if callable(rule.of) else ()
     known = {**shapes.arguments, **shapes.results}
     extra = {
         name: random(place.shape(f"d{name}" if f"d{name}" in known else f"g{name}"), dtype)
@@ -357,6 +275,58 @@ def sample(
         )
     numbers = tuple(k for k, v in told.items() if k in given and not tensors_in(v))
     return Sample(rule, label, given, ranks, extra, numbers)
+
+
+def operand_types(rule: Rule) -> dict[str, Any]:
+    """The arguments of the operator that a formula is of, with their types; else nothing."""
+    op = operator_of(rule)
+    return {a.name: a.type for a in op._schema.arguments} if op is not None else {}
+
+
+def _in_row(
+    rule: Rule,
+    types: Mapping[str, Any],
+    empty: Sample,
+    place: Place,
+    dtype: torch.dtype,
+    fixed: Mapping[str, Any],
+) -> Sample:
+    """Arguments as the row of an operator gives them, of random ones of the operator's."""
+    op = operator_of(rule)
+    assert op is not None
+    operands: dict[str, Any] = {
+        a.name: a.default_value for a in op._schema.arguments if a.has_default_value()
+    }
+    for name, type in types.items():
+        if name in fixed:
+            operands[name] = fixed[name]
+        elif (found := _operand(name, type, place, dtype)) is not ...:
+            operands[name] = found
+    told = named(rule.sample, {**dict.fromkeys(types, ...), **operands}) if rule.sample else {}
+    operands = {name: {**operands, **told}.get(name, ...) for name in types}
+    if unknown := [name for name, value in operands.items() if value is ...]:
+        raise ValueError(
+            f"nothing says what {', '.join(unknown)} of {rule.of} may be: neither the shapes of "
+            f"{rule.name}, nor NUMBERS, nor the record's `sample`"
+        )
+    given = arguments(rule, operands)
+    given |= {name: value for name, value in fixed.items() if name in given and name not in types}
+    extra = {n: v for n, v in operands.items() if n not in given and is_number(v)}
+    return replace(empty, given=given, extra=extra, operands=operands)
+
+
+def _operand(name: str, type: Any, place: Place, dtype: torch.dtype) -> Any:
+    """An argument of an operator: a tensor by its gradient's shape, its own, or its tangent's."""
+    known = {**place.shapes.arguments, **place.shapes.results}
+    names = (f"d{name}", f"g{name}", name, f"{name}_p", f"{name}_t")
+    like = next((other for other in names if other in known), None)
+    if is_tensor(type) and like is None:
+        return None if "Optional" in str(type) else ...
+    if not is_tensor(type) or like is None:
+        return _argument(name, type, place, dtype)
+    count, positive = 2 if "List" in str(type) else 1, POSITIVE.search(name) is not None
+    made = [random(place.shape(like), dtype, positive) for _ in range(count)]
+    return made if count > 1 else made[0]
 
 
 def _sizes(which: int, ranks: Mapping[str, int]) -> dict[str, Any]:
@@ -381,9 +351,8 @@ def _argument(name: str, type: Any, place: Place, dtype: torch.dtype) -> Any:
     return NUMBERS[name](place)[0] if name in NUMBERS else ...
 
 
-def _choices(rule: Rule, name: str) -> Sequence[Any]:
+def _choices(rule: Rule, name: str, type: Any) -> Sequence[Any]:
     """The values of a number; it has at least one."""
-    type = parameters(rule)[name]
     place = Place(_sizes(0, {}), shapes_of(rule), optional(rule))
     if _is_mask(type):
         return MASKS[len(place.shapes.results)]

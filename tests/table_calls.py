@@ -234,7 +234,7 @@ def _compare(
         f, e = ((zero if value is None else value).to_dense() for value in (f, e))
         assert f.shape == x.shape, f"{call}: {f.shape} for {x.shape}"
         assert f.dtype == x.dtype, f"{call}: {f.dtype} for {x.dtype}"
-        scale = float(e.abs().nan_to_num(0, 0, 0).amax()) if e.numel() else 0.0
+        scale = float(e.detach().abs().nan_to_num(0, 0, 0).amax()) if e.numel() else 0.0
         message = f"{call}: {{}}".format
         assert_close(
             f,

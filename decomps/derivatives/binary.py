@@ -123,7 +123,7 @@ def copysign_tensor_self_backward(grad: Gradient, self: Tensor, result: Tensor) 
 @manual(
     "grad: *n, self: *n, min: *n, max: *n -> dself: *n",
     overload="Tensor",
-    of=lambda self, min, max: torch.clamp(self, min, max),
+    of="clamp.Tensor",
 )
 def clamp_backward_Tensor(
     grad: Gradient, self: Tensor, min: Tensor | None, max: Tensor | None
@@ -163,7 +163,7 @@ def clamp_backward_min_max(
 
 @manual(
     "self_p: *n, self_t: *n, min_p: *n, min_t: *n, max_p: *n, max_t: *n -> result_t: *n",
-    of=lambda self_p, min_p, max_p: torch.clamp(self_p, min_p, max_p),
+    of="clamp.Tensor",
 )
 def clamp_jvp(
     self_p: Tensor,

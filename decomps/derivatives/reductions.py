@@ -52,7 +52,7 @@ def sum_backward(
 
 @manual(
     "grad: *n -> dself: *n *d",
-    of=lambda self, opt_dim, keepdim: self.mean(opt_dim, keepdim),
+    of="mean.dim",
 )
 def mean_backward(
     grad: Gradient,
@@ -241,10 +241,7 @@ def norm_jvp(self_p: Tensor, self_t: Tensor, p_: float | None, norm: Tensor) -> 
 
 @manual(
     "grad: *n, self: *n *d, norm: *n -> dself: *n *d",
-    sample=lambda self, scalar_ord, opt_dim, keepdim: {
-        "norm": vector_norm(self, scalar_ord, opt_dim, keepdim)
-    },
-    of=lambda self, scalar_ord, opt_dim, keepdim: vector_norm(self, scalar_ord, opt_dim, keepdim),
+    of="linalg_vector_norm",
     why=_AT_ZERO,
 )
 def linalg_vector_norm_backward(
@@ -262,12 +259,7 @@ def linalg_vector_norm_backward(
 @manual(
     "self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n",
     results=_OF_NORM,
-    sample=lambda self_p, scalar_ord, opt_dim, keepdim: {
-        "norm": vector_norm(self_p, scalar_ord, opt_dim, keepdim)
-    },
-    of=lambda self_p, scalar_ord, opt_dim, keepdim: vector_norm(
-        self_p, scalar_ord, opt_dim, keepdim
-    ),
+    of="linalg_vector_norm",
     why=_AT_ZERO,
 )
 def linalg_vector_norm_jvp(
