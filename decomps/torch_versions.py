@@ -40,7 +40,7 @@ GROUP_MEAN_ALONE_IS_LOST = RELEASE < (2, 14)
 GROUP_NORM_BACKWARD_REWRITTEN = RELEASE >= (2, 15)
 
 # Group norm refuses an input without spatial extent.
-GROUP_NORM_NEEDS_EXTENT = RELEASE >= (2, 15)
+GROUP_NORM_NEEDS_EXTENT = RELEASE >= (2, 14)
 
 # The meta function of miopen_batch_norm says for saved statistics what MIOpen does: the weight's
 # dtype. 2.11's says the input's.
