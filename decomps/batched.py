@@ -11,7 +11,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from normpass.decomps.axes import pad_to_rank
 from normpass.decomps.conventions import working_dtype
@@ -73,7 +72,7 @@ def unless_unbatched(op: OpOverload) -> Callable[[BatchingRule], BatchingRule]:
 
 def any_of(*dims: Any) -> bool:
     """Whether one of these batch dimensions is there; lists of them are looked into."""
-    return any(dim is not None for dim in tree_leaves(dims))
+    return any(any_of(*d) if isinstance(d, list | tuple) else d is not None for d in dims)
 
 
 def front(value: Tensor, dim: int | None) -> Tensor:

@@ -19,13 +19,12 @@ import torch
 # Says which memory format empty_like would keep, sliced and permuted inputs included: the C++
 # Tensor::suggest_memory_format has no public Python name. Checked on torch 2.13.0.
 from torch._prims_common import suggest_memory_format
-from torch.utils._pytree import tree_leaves
 
 from normpass.decomps.neutral import ONE, ZERO
 from normpass.decomps.torch_versions import dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 Arguments = Mapping[str, Any]
 """The arguments of one call by the names of the operator's schema, as the caller gave them."""
@@ -44,8 +43,16 @@ def working(dtype: torch.dtype) -> torch.dtype:
 
 def working_dtype(values: Iterable[Any]) -> torch.dtype | None:
     """The one working dtype of a call: that of its floating and complex tensors together."""
-    dtypes = [value.dtype for value in tree_leaves(list(values)) if _is_number(value)]
-    return functools.reduce(torch.promote_types, map(working, dtypes)) if dtypes else None
+    dtypes = {working(dtype) for dtype in _dtypes(values)}
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _dtypes(values: Iterable[Any]) -> Iterator[torch.dtype]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _dtypes(value)
+        elif _is_number(value):
+            yield value.dtype
 
 
 def _is_number(value: Any) -> bool:

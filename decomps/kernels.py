@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DispatchKey
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from normpass.decomps.levels import BatchLevel, constant, needs_composition
+from normpass.decomps.levels import (
+    BatchLevel,
+    constant,
+    may_be_differentiated,
+    needs_composition,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +37,7 @@ def derived(composition: Rule, own: Function) -> Function:
 
 def with_constants(rule: Rule, results: Any) -> Any:
     """What a rule returned, without derivatives where its operator has none."""
-    if not rule.constants:
+    if not rule.constants or not may_be_differentiated(results):
         return results
     return tuple(
         constant(result) if number in rule.constants else result
@@ -50,10 +54,7 @@ def batched(op: OpOverload, rule: Rule) -> Function:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         level = BatchLevel()
-        values, spec = tree_flatten(positional(op, args, kwargs))
-        pairs = [level.unwrap(value) for value in values]
-        plain = tree_unflatten([value for value, _ in pairs], spec)
-        in_dims = tree_unflatten([dim for _, dim in pairs], spec)
+        plain, in_dims = level.unwrapped(positional(op, args, kwargs))
         excluded = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             outs, out_dims = rule(level.info, in_dims, *plain)

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _functorch
 from torch._functorch.autograd_function import VmapInfo
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_current_functorch_interpreter,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -38,6 +41,37 @@ def needs_composition() -> bool:
     return transforms.Jvp in kinds or kinds.count(transforms.Grad) > 1
 
 
+def needs_composition_of(values: Iterable[Any]) -> bool:
+    """The same in eager mode, of a call with these arguments: an operator's own formulas are right
+    there for one level of forward mode over one of reverse mode at the most, if nothing outside of
+    them asks for a derivative too.
+    """
+    forward = in_forward_mode()
+    stack = _functorch.get_interpreter_stack() if in_transform() else None
+    if not stack:
+        return forward and any(map(_is_recorded, values))
+    kinds = [i.key() for i in stack]
+    if kinds != [_JVP, _GRAD]:  # with vmap in it, the backward's batching rule would be derived
+        kinds = [kind for kind in kinds if kind != _VMAP]
+        if kinds == [_GRAD] and not forward:
+            return False
+        if kinds not in ([], [_JVP]):
+            return True
+    return any(map(_is_recorded, values))
+
+
+def _is_recorded(value: Any) -> bool:
+    """Whether autograd's tape below all levels has this tensor."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    while _functorch.is_functorch_wrapped_tensor(value):
+        value = _functorch.get_unwrapped(value)
+    return value.requires_grad
+
+
+_VMAP, _GRAD, _JVP = (getattr(_functorch.TransformType, k) for k in ("Vmap", "Grad", "Jvp"))
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func is active."""
     return _functorch.peek_interpreter_stack() is not None
@@ -52,7 +86,7 @@ class BatchLevel:
     """The innermost level, which is one of vmap."""
 
     def __init__(self) -> None:
-        interpreter: Any = retrieve_current_functorch_interpreter()
+        interpreter = VmapInterpreter(_functorch.peek_interpreter_stack())
         self.number: int = interpreter.level()
         self.info = VmapInfo(
             batch_size=interpreter.batch_size(), randomness=interpreter.randomness()
@@ -63,6 +97,14 @@ class BatchLevel:
         if isinstance(value, torch.Tensor) and _functorch.is_batchedtensor(value):
             return _unwrapped(value, self.number)
         return value, None
+
+    def unwrapped(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The same of each value, and of those in lists."""
+        pairs = [
+            self.unwrapped(value) if isinstance(value, list | tuple) else self.unwrap(value)
+            for value in values
+        ]
+        return [value for value, _ in pairs], [dim for _, dim in pairs]
 
     def wrap(self, value: Any, dim: int | None) -> Any:
         return value if dim is None else _functorch._add_batch_dim(value, dim, self.number)
@@ -92,6 +134,14 @@ def below(target: Tensor, value: Tensor, refusal: str) -> Iterator[tuple[Tensor,
                 target = target.movedim(front, 0)
                 value = value.unsqueeze(0) if dim is None else value.movedim(dim, 0)
         yield target, value
+
+
+def may_be_differentiated(values: Iterable[Any]) -> bool:
+    """Whether somebody may ask for a derivative of these: a level, or the tape."""
+    if in_forward_mode() or any(map(_is_recorded, values)):
+        return True
+    stack = _functorch.get_interpreter_stack() if in_transform() else None
+    return any(interpreter.key() != _VMAP for interpreter in stack or ())
 
 
 def constant(value: Tensor) -> Tensor:

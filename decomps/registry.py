@@ -271,9 +271,13 @@ def find_op(name: str) -> OpOverload | None:
 
 def rules() -> tuple[Rule, ...]:
     """Every rule, in the order of registration."""
+    _load()
+    return tuple(_RULES.values())
+
+
+def _load() -> None:
     for room in _ROOMS:
         importlib.import_module(room)
-    return tuple(_RULES.values())
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
@@ -300,6 +304,12 @@ def batch_rule(op: OpOverload | OpOverloadPacket) -> Rule:
 
 def derivative(name: str) -> Rule:
     """The derivative formula of this FunctionsManual name. Raises UnknownRule (a KeyError)."""
+    _load()
+    op = find_op(f"normpass.{name}" if "." in name else f"normpass.{name}.default")
+    for kind in DERIVATIVES:
+        found = _RULES.get((kind, name)) or (_RULES.get((kind, op)) if op is not None else None)
+        if found is not None:
+            return found
     known = {rule.name: rule for rule in rules() if rule.kind in DERIVATIVES}
     if name in known:
         return known[name]
@@ -312,9 +322,10 @@ def rule_of(kind: Kind, op: OpOverload | OpOverloadPacket) -> Rule:
     """
     if isinstance(op, OpOverloadPacket):
         op = op.default
+    _load()
+    if (found := _RULES.get((kind, op))) is not None:
+        return found
     known = {str(rule.op): rule for rule in rules() if rule.kind == kind and rule.op is not None}
-    if str(op) in known:
-        return known[str(op)]
     raise _unknown(f"{kind} rule", str(op), known)
 
 

@@ -14,10 +14,11 @@ import torch
 from normpass.decomps.axes import all_but, outer_and_inner
 from normpass.decomps.conventions import working
 from normpass.decomps.norms.spellings import BACKWARD, in_order, own_names, tensors
+from normpass.decomps.operators import is_differentiated
 from normpass.decomps.registry import derivative, find_op, register_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -28,6 +29,7 @@ aten = torch.ops.aten
 
 SOURCE = "tools/autograd/derivatives.yaml"
 ALL = (True, True, True)
+_NEEDS = ("input", "weight", "grad_out")
 # Of the statistics that tests save: the rules are not told it.
 _EPS = 0.25
 
@@ -69,14 +71,15 @@ def layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     output_mask: Mask,
+    needs: Collection[str] = _NEEDS,
 ) -> dict[str, Tensor | None]:
     """The gradients of the arguments, by name: see layer_norm_double_backward."""
-    _, inner = outer_and_inner(input, normalized_shape)
+    if is_differentiated((*grads, grad_out, input, weight)):
+        mean, rstd = statistics(input, rstd, outer_and_inner(input, normalized_shape)[1])
     formula = derivative("layer_norm_double_backward")
-    dx, dweight, dgrad = formula(
-        input, weight, *grads, grad_out, *statistics(input, rstd, inner), normalized_shape, ALL
-    )
-    return {"grad_out": dgrad, "input": dx, "weight": dweight}
+    wanted, stats = [name in needs for name in _NEEDS], (mean, rstd)
+    found = formula(input, weight, *grads, grad_out, *stats, normalized_shape, wanted)
+    return dict(zip(_NEEDS, found, strict=True))
 
 
 def _batch_norm(
@@ -91,18 +94,20 @@ def _batch_norm(
     train: bool,
     eps: float,
     output_mask: Mask,
+    needs: Collection[str] = _NEEDS,
 ) -> dict[str, Tensor | None]:
     """The gradients of the arguments, by name: see batchnorm_double_backward."""
-    if train and save_invstd is not None:
+    differentiated = is_differentiated((*grads, grad_out, input, weight))
+    if train and save_invstd is not None and differentiated:
         rank = input.dim()
         stats = statistics(input, save_invstd.view(-1, *(1,) * (rank - 2)), all_but(input, 1))
         save_mean, save_invstd = (value.flatten() for value in stats)
     formula = derivative("batchnorm_double_backward")
-    running = (running_mean, running_var)
-    dx, dweight, dgrad = formula(
-        input, weight, *grads, grad_out, *running, train, eps, save_mean, save_invstd, ALL
+    wanted, running = [name in needs for name in _NEEDS], (running_mean, running_var)
+    found = formula(
+        input, weight, *grads, grad_out, *running, train, eps, save_mean, save_invstd, wanted
     )
-    return {"grad_out": dgrad, "input": dx, "weight": dweight}
+    return dict(zip(_NEEDS, found, strict=True))
 
 
 def _rule(name: str, **fixed: Any) -> None:
@@ -126,8 +131,11 @@ def _rule(name: str, **fixed: Any) -> None:
         sample=saved,
     )
     @wraps(_batch_norm)
-    def rule(grads: Grads, *args: Any) -> dict[str, Tensor | None]:
-        found = _batch_norm(grads, *in_order(op, args, BACKWARD, **fixed))
+    def rule(
+        grads: Grads, *args: Any, needs: Collection[str] = tuple(map(own.get, _NEEDS))
+    ) -> dict[str, Tensor | None]:
+        wanted = [name for name in _NEEDS if own[name] in needs]
+        found = _batch_norm(grads, *in_order(op, args, BACKWARD, **fixed), needs=wanted)
         return {own[name]: value for name, value in found.items()}
 
 

@@ -68,8 +68,10 @@ class Standardized:
         c = t - self.mean(t)
         return self.rstd * (c - self.x_hat * self.mean(c * self.x_hat))
 
-    def double_backward(self, weight: Any, v: Any, vw: Any, vb: Any, g: Any) -> tuple[Any, ...]:
-        """The gradients of x, of weight (before the sum over its copies) and of g.
+    def double_backward(
+        self, weight: Any, v: Any, vw: Any, vb: Any, g: Any, wanted: Sequence[bool]
+    ) -> tuple[Any, ...]:
+        """The gradients of x, of weight (before the sum over its copies) and of g, if wanted.
 
         They are those of sum(v * dx) + sum(vw * dweight) + sum(vb * dbias), with u = g * weight:
 
@@ -78,11 +80,15 @@ class Standardized:
         weight  g * pull(v)
         g       weight * pull(v) + x_hat * vw + vb
         """
-        x_hat, rstd, u = self.x_hat, self.rstd, g * weight
-        c = g * vw - rstd * (v * self.mean(u * x_hat) + u * self.mean(v * x_hat))
-        dx = self.pull(c) - rstd * x_hat * self.mean(v * self.pull(u))
-        k = self.pull(v)
-        return dx, g * k, weight * k + x_hat * vw + spread(vb, x_hat.shape)
+        x_hat, rstd, dx, dg = self.x_hat, self.rstd, ZERO, ZERO
+        k = self.pull(v) if wanted[1] or wanted[2] else ZERO
+        if wanted[0]:
+            u = g * weight
+            c = g * vw - rstd * (v * self.mean(u * x_hat) + u * self.mean(v * x_hat))
+            dx = self.pull(c) - rstd * x_hat * self.mean(v * self.pull(u))
+        if wanted[2]:
+            dg = weight * k + x_hat * vw + spread(vb, x_hat.shape)
+        return dx, g * k, dg
 
 
 def standardized_rows(
@@ -163,7 +169,7 @@ def layer_norm_double_backward(
     """
     norm = standardized_rows(input_t, save_mean_t, save_invstd_t, normalized_shape)
     outer, _ = outer_and_inner(input_t, normalized_shape)
-    dinput, dgamma, dgO = norm.double_backward(gamma, ggI, ggG, ggB, gO_t)
+    dinput, dgamma, dgO = norm.double_backward(gamma, ggI, ggG, ggB, gO_t, output_mask)
     return dinput, sum_over(dgamma, outer), dgO
 
 
@@ -214,7 +220,7 @@ def batchnorm_double_backward(
         input, running_mean, running_var, save_mean, save_invstd, training, eps
     )
     gamma, ggG, ggB = (aligned(v, -1, rank=input.dim()) for v in (gamma, ggG, ggB))
-    dinput, dgamma, dgO = norm.double_backward(gamma, ggI, ggG, ggB, gO)
+    dinput, dgamma, dgO = norm.double_backward(gamma, ggI, ggG, ggB, gO, output_mask)
     return dinput, dgamma.sum(all_but(input, 1)), dgO
 
 

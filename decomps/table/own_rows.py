@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from normpass.decomps.table.derivatives_yaml import Entry
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from normpass.decomps.table.derivatives_yaml import Entry, entries
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 # Operator -> the fields that take the place of upstream's.
 OWN: dict[str, dict[tuple[str, ...], str]] = {
@@ -33,3 +39,15 @@ def with_own(entry: Entry) -> Entry:
     if own is None:
         return entry
     return Entry(entry.schema, {**entry.fields, **own}, entry.differentiable)
+
+
+def functional(name: str, results: Sequence[str]) -> Mapping[str, Entry]:
+    """The rows, by dispatch key, of an operator that returns what another writes to its arguments,
+    as functionalization has it: those of the other. What is written has no derivative.
+
+    results: their names, those that are written being called running_mean_out and the like.
+    """
+    base, is_functional, overload = name.partition("_functional")
+    rows = entries().get(base + overload, {}) if is_functional else {}
+    written = tuple(not result.endswith("_out") for result in results)
+    return {key: replace(row, differentiable=written) for key, row in rows.items()}
