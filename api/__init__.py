@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from normpass.decomps.activate import unregister
     from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
     from normpass.decomps.table.binding import jvp, vjp
+    from normpass.decomps.table.graphs import grad_graph, jvp_graph
 
 __version__ = "0.1.0"
 
@@ -33,7 +34,9 @@ __all__ = [
     "derivative",
     "explain",
     "fuse",
+    "grad_graph",
     "jvp",
+    "jvp_graph",
     "register",
     "registered",
     "rules",
@@ -50,7 +53,9 @@ _HOME = {
     "derivative": "normpass.decomps.registry",
     "explain": "normpass.backend.explain",
     "fuse": "normpass.backend.entry",
+    "grad_graph": "normpass.decomps.table.graphs",
     "jvp": "normpass.decomps.table.binding",
+    "jvp_graph": "normpass.decomps.table.graphs",
     "rules": "normpass.decomps.registry",
     "unregister": "normpass.decomps.activate",
     "vjp": "normpass.decomps.table.binding",

@@ -9,6 +9,7 @@ None stands for a gradient or a tangent that is not there: it is zero, and costs
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,10 @@ class Row:
     gradients       one argument or several -> the expression of their gradients
     differentiable  the arguments that have one
     tangents        result -> the expression of its tangent
+    numbers         result -> its place among those that one expression is of
     flags           for each result whether it has a derivative, or what says so of the arguments;
-                    empty where every result of a floating or complex dtype has
+                    empty where every result of a floating or complex dtype has, but for
+    others          results that have none, since the formulas are of the first alone
 
     All of it is read at once: what is called later has to be traced by Dynamo.
     """
@@ -62,6 +65,12 @@ class Row:
         self.tangents = {
             name: text for names, text in fields.items() for name in names if name in self.results
         }
+        self.numbers = {n: k for ns in fields if len(ns) > 1 for k, n in enumerate(ns)}
+
+        # As upstream has it: formulas that say "grad" are of the first result alone.
+        of_first = any(re.search(r"\bgrad\b", text) for text in self.gradients.values())
+        rest = self.results[1:] if of_first else ()
+        self.others = tuple(name for name in rest if name not in self.tangents)
 
         names = (*self.arguments, *self.results)
         self.flags = tuple(
@@ -72,7 +81,10 @@ class Row:
     def is_constant(self, known: Mapping[str, Any]) -> tuple[bool, ...]:
         """For each result whether it has no derivative, for arguments of these values."""
         if not self.flags:
-            return tuple(not _is_number(known[name]) for name in self.results)
+            return tuple(
+                (known[name] is not None and not is_number(known[name])) or name in self.others
+                for name in self.results
+            )
         return tuple(not (f if isinstance(f, bool) else f(known)) for f in self.flags)
 
     def given(self, args: Arguments) -> dict[str, Any]:
@@ -98,10 +110,10 @@ class Row:
         return {**self.given(args), **dict(zip(self.results, results, strict=True))}
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """A tensor of a dtype that has derivatives, or a list of such."""
     if isinstance(value, list | tuple):
-        return any(map(_is_number, value))
+        return any(map(is_number, value))
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -155,7 +167,7 @@ class Vjp:
             raise ValueError(f"{self.op} has {len(row.results)} results; found {len(grads)} grads")
         known = row.known(args, results)
         if needs is None:
-            needs = [name for name in row.differentiable if _is_number(known[name])]
+            needs = [name for name in row.differentiable if is_number(known[name])]
         self._check(needs)
         if not any(map(_is_there, grads)):
             return dict.fromkeys(needs)
@@ -249,12 +261,20 @@ class Jvp:
         if not row.tangents and self.own is None:
             raise NotImplementedError(f"{self.op} has no forward derivative in derivatives.yaml")
         constant = row.is_constant(known)
+        found: dict[str, Any] = {}
         return tuple(
-            None if none else self._tangent(name, known, tangents)
+            None if none else self._tangent(name, known, tangents, found)
             for name, none in zip(row.results, constant, strict=True)
         )
 
-    def _tangent(self, result: str, known: dict[str, Any], tangents: Mapping[str, Any]) -> Any:
+    def _tangent(
+        self,
+        result: str,
+        known: dict[str, Any],
+        tangents: Mapping[str, Any],
+        found: dict[str, Any],
+    ) -> Any:
+        """found: what expressions that are of several results have come to so far."""
         if self.own is not None:
             name = self.row.differentiable[0]
             args = [known[argument] for argument in self.row.arguments]
@@ -273,7 +293,11 @@ class Jvp:
         each = {
             f"{name}_t": _filled(tangents.get(name), known[name]) for name in self.row.arguments
         }
-        return formula({**known, **primals, **each})
+        if result not in self.row.numbers:
+            return formula({**known, **primals, **each})
+        if text not in found:
+            found[text] = formula({**known, **primals, **each})
+        return found[text][self.row.numbers[result]]
 
     def _linear(self, known: dict[str, Any], tangents: Mapping[str, Any]) -> Any:
         """The operator of the tangents: it is linear in all its tensors together."""
@@ -311,6 +335,8 @@ def _fitted(gradient: Any, value: Any) -> Any:
         return [_fitted(g, v) for g, v in zip(gradients, value, strict=True)]
     if gradient is None or value is None:
         return None
+    if value.is_nested:  # which has no shape to compare
+        return gradient
     if gradient.is_complex() and not value.is_complex():
         gradient = gradient.real
     if gradient.shape != value.shape:

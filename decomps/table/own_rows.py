@@ -26,10 +26,16 @@ OWN: dict[str, dict[tuple[str, ...], str]] = {
             "input, result1, result2, weight, N, C, HxW, group, eps, grad_input_mask)"
         )
     },
+    # upstream's asks the result for the angle, which it does not tell where abs is negative or zero
+    "polar": {
+        ("abs", "angle"): (
+            "{real(grad * polar(ones_like(abs), -angle)), imag(grad * result.conj())}"
+        )
+    },
     # upstream's formulas read the tangents from within the tensors of the list
-    "cat": {("result",): "auto_linear"},
-    "stack": {("result",): "auto_linear"},
-    "block_diag": {("result",): "auto_linear"},
+    "cat": {("result",): "cat_jvp(tensors, tensors_t, dim)"},
+    "stack": {("result",): "stack_jvp(tensors, tensors_t, dim)"},
+    "block_diag": {("result",): "block_diag_jvp(tensors, tensors_t)"},
 }
 
 
