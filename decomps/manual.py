@@ -8,7 +8,7 @@
 
 The function's name and parameters are upstream's, in upstream's order. From the annotations comes
 the operator's schema: `Gradient` and `Tangent` are tensors whose None stands for zero. The result
-`dx` has the dtype of the argument x, any other that of the first gradient or tensor.
+`dx` has the dtype of the argument x, any other that of the first gradient or tensor that is there.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Callable[..., Any]")
 Number = int | float | complex
+Size = int
 Gradient = Tensor
 Tangent = Tensor
 
@@ -39,22 +40,29 @@ _TYPES = {
     "Tensor | None": "Tensor?",
     "Gradient": "Tensor?",
     "Tangent": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
     "Sequence[Gradient]": "Tensor?[]",
+    "Sequence[Tangent]": "Tensor?[]",
     "int": "int",
+    "Size": "SymInt",
     "int | None": "SymInt?",
     "float": "float",
     "float | None": "float?",
     "bool": "bool",
+    "bool | None": "bool?",
+    "str": "str",
     "str | None": "str?",
     "Number": "Scalar",
     "torch.dtype": "ScalarType",
     "torch.layout": "Layout",
+    "torch.device": "Device",
     "Sequence[int]": "SymInt[]",
     "Sequence[int] | None": "int[]?",
+    "Sequence[Sequence[int]]": "SymInt[][]",
     "Sequence[bool]": "bool[]",
     "Sequence[torch.dtype]": "ScalarType[]",
 }
-_ZEROS = ("Gradient", "Tangent", "Sequence[Gradient]")
+_ZEROS = ("Gradient", "Tangent", "Sequence[Gradient]", "Sequence[Tangent]")
 
 
 def manual(
@@ -105,7 +113,8 @@ def manual(
 def _kind(name: str) -> Kind:
     if "double_backward" in name:
         return "double_backward"
-    return "jvp" if name.endswith("jvp") or "_jvp_" in name else "vjp"
+    forward = name.endswith(("jvp", "forward_AD")) or "_jvp_" in name
+    return "jvp" if forward else "vjp"
 
 
 def _argument(name: str, parameter: inspect.Parameter) -> str:
@@ -121,6 +130,6 @@ def _argument(name: str, parameter: inspect.Parameter) -> str:
 
 def _result(name: str, kinds: Mapping[str, str]) -> Result:
     argument = name.removeprefix("d")
-    if argument not in kinds:
-        argument = next(n for n, kind in kinds.items() if kind in (*_ZEROS, "Tensor"))
-    return Result(like(argument), None)
+    if argument in kinds:
+        return Result(like(argument), None)
+    return Result(like(*[n for n, kind in kinds.items() if kind in (*_ZEROS, "Tensor")]), None)

@@ -30,7 +30,7 @@ class _Neutral:
         """`tensor + ZERO` and the like: the tensor's operators ask here."""
         operator = _OPERATORS.get(func)
         if operator is None or len(args) != 2 or kwargs:
-            raise TypeError(f"{func} of {args}: only + - * / know a tensor that is not there")
+            raise TypeError(f"{func} of {args}: only + - * / @ know a tensor that is not there")
         left, right = args
         if operator == "rsub":
             left, right, operator = right, left, "sub"
@@ -40,6 +40,8 @@ class _Neutral:
             return left + right
         if operator == "sub":
             return left - right
+        if operator == "matmul":
+            return left @ right
         return left * right if operator == "mul" else left / right
 
     def _right_of(self, operator: str, left: Any) -> Any:
@@ -47,13 +49,14 @@ class _Neutral:
 
 
 def _operators() -> dict[Any, str]:
-    """The functions that `+ - * /` of a tensor become, and their names in torch."""
+    """The functions that `+ - * / @` of a tensor become, and their names in torch."""
     spelled = {
         "add": ("add", "__add__", "__radd__"),
         "sub": ("sub", "__sub__", "subtract"),
         "rsub": ("rsub", "__rsub__"),
         "mul": ("mul", "__mul__", "__rmul__", "multiply"),
         "div": ("div", "__truediv__", "true_divide"),
+        "matmul": ("matmul", "__matmul__"),
     }
     homes: tuple[Any, ...] = (torch, torch.Tensor)
     return {
@@ -87,15 +90,21 @@ class _Zero(_Neutral):
     def __mul__(self, other: Any) -> Any:
         return self
 
-    __rmul__ = __truediv__ = __mul__
+    __rmul__ = __truediv__ = __matmul__ = __mul__
 
     def __neg__(self) -> Any:
         return self
 
+    @property
+    def mH(self) -> Any:
+        return self
+
+    mT = mH
+
     def _right_of(self, operator: str, left: Any) -> Any:
         if operator == "div":
             raise ZeroDivisionError(f"{left} / ZERO")
-        return self if operator == "mul" else left
+        return self if operator in ("mul", "matmul") else left
 
     def __getattr__(self, name: str) -> Any:
         """Tensor methods that are linear: sums, views, casts."""
@@ -126,9 +135,23 @@ class _One(_Neutral):
         return lambda *args, **kwargs: self
 
 
-_VIEWS = {"expand", "flatten", "movedim", "narrow", "permute", "reshape", "squeeze", "transpose"}
+_VIEWS = {
+    *("expand", "flatten", "movedim", "narrow", "permute", "reshape", "select", "squeeze"),
+    "transpose",
+}
 _MOVES = _VIEWS | {"conj", "contiguous", "resolve_conj", "to", "unflatten", "unsqueeze", "view"}
-_LINEAR = _MOVES | {"cumsum", "flip", "masked_fill", "mean", "neg", "sum", "tril", "triu"}
+_LINEAR = _MOVES | {
+    "cumsum",
+    "diag_embed",
+    "diagonal",
+    "flip",
+    "masked_fill",
+    "mean",
+    "neg",
+    "sum",
+    "tril",
+    "triu",
+}
 
 ZERO = _Zero()
 ONE = _One()

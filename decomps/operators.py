@@ -30,7 +30,8 @@ def define(schema: str, function: Callable[..., Any]) -> OpOverload:
     op: OpOverload = getattr(getattr(torch.ops.normpass, base), overload or "default")
 
     def differentiable(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if is_differentiated(args):
+        # Nested tensors have no kernels below autograd, neither these nor those of the subclass.
+        if keyset.has(torch._C.DispatchKey.AutogradNestedTensor) or is_differentiated(args):
             return function(*args, **kwargs)
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
@@ -38,6 +39,13 @@ def define(schema: str, function: Callable[..., Any]) -> OpOverload:
     _library.impl(name, function, "FuncTorchBatched")
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
     return op
+
+
+def is_concrete(value: torch.Tensor) -> bool:
+    """Whether a tensor's numbers may be asked for: in eager mode, below no transform."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
+    return plain and not traced and not is_wrapped(value)
 
 
 def is_differentiated(args: tuple[Any, ...]) -> bool:

@@ -42,6 +42,9 @@ GROUP_NORM_BACKWARD_REWRITTEN = RELEASE >= (2, 15)
 # Group norm refuses an input without spatial extent.
 GROUP_NORM_NEEDS_EXTENT = RELEASE >= (2, 14)
 
+# grid_sampler's second derivatives are formulas, and not refused.
+GRID_SAMPLER_TWICE = RELEASE >= (2, 13)
+
 # The meta function of miopen_batch_norm says for saved statistics what MIOpen does: the weight's
 # dtype. 2.11's says the input's.
 MIOPEN_META_IS_RIGHT = RELEASE > (2, 11)

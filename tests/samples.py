@@ -24,7 +24,7 @@ from normpass.decomps.registry import rules
 from normpass.decomps.shapes import Shapes, bind, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -39,6 +39,8 @@ SIZES = (
 SECOND_AXIS = 11  # of "*n", where it stands for two
 
 POSITIVE = re.compile(r"(var|rstd|invstd)(_t|_p)?$")
+# What FunctionsManual.cpp calls an operator's argument, where it calls it otherwise.
+OTHERWISE = {"self": ("input", "x")}
 # Tensors that an operator takes or not; other optional tensors are there where they are needed.
 PARAMETERS = ("weight", "bias", "gamma", "weight_p", "weight_t", "bias_p", "bias_t")
 
@@ -262,7 +264,7 @@ def sample(
     wanted = inspect.signature(rule.of).parameters if callable(rule.of) else ()
     known = {**shapes.arguments, **shapes.results}
     extra = {
-        name: random(place.shape(f"d{name}" if f"d{name}" in known else f"g{name}"), dtype)
+        name: random(place.shape(_like(name, known) or f"g{name}"), dtype)
         for name in wanted
         if name not in given
     }
@@ -300,7 +302,7 @@ def _in_row(
     for name, type in types.items():
         if name in fixed:
             operands[name] = fixed[name]
-        elif (found := _operand(name, type, place, dtype)) is not ...:
+        elif (found := _operand(name, type, place, dtype, _alone(rule, types))) is not ...:
             operands[name] = found
     told = named(rule.sample, {**dict.fromkeys(types, ...), **operands}) if rule.sample else {}
     operands = {name: {**operands, **told}.get(name, ...) for name in types}
@@ -315,11 +317,19 @@ def _in_row(
     return replace(empty, given=given, extra=extra, operands=operands)
 
 
-def _operand(name: str, type: Any, place: Place, dtype: torch.dtype) -> Any:
-    """An argument of an operator: a tensor by its gradient's shape, its own, or its tangent's."""
+def _alone(rule: Rule, types: Mapping[str, Any]) -> list[str]:
+    """What a formula calls the gradient or tangent of the only tensor that an operator needs."""
+    found = rule.linear if rule.kind == "jvp" else tuple(shapes_of(rule).results)
+    needed = [type for type in types.values() if str(type) in ("Tensor", "List[Tensor]")]
+    return list(found) if len(found) == len(needed) == 1 else []
+
+
+def _operand(
+    name: str, type: Any, place: Place, dtype: torch.dtype, alone: Sequence[str] = ()
+) -> Any:
+    """An argument of an operator; `...` where it follows neither from name nor shape."""
     known = {**place.shapes.arguments, **place.shapes.results}
-    names = (f"d{name}", f"g{name}", name, f"{name}_p", f"{name}_t")
-    like = next((other for other in names if other in known), None)
+    like = _like(name, known, alone if str(type) == "Tensor" else ())
     if is_tensor(type) and like is None:
         return None if "Optional" in str(type) else ...
     if not is_tensor(type) or like is None:
@@ -327,6 +337,13 @@ def _operand(name: str, type: Any, place: Place, dtype: torch.dtype) -> Any:
     count, positive = 2 if "List" in str(type) else 1, POSITIVE.search(name) is not None
     made = [random(place.shape(like), dtype, positive) for _ in range(count)]
     return made if count > 1 else made[0]
+
+
+def _like(name: str, known: Collection[str], alone: Sequence[str] = ()) -> str | None:
+    """Whose shape a tensor has: its gradient's, its own, or its tangent's."""
+    names = (f"d{name}", f"g{name}", name, f"{name}_p", f"{name}_t")
+    names = (*names, *OTHERWISE.get(name, ()), *alone)
+    return next((other for other in names if other in known), None)
 
 
 def _sizes(which: int, ranks: Mapping[str, int]) -> dict[str, Any]:

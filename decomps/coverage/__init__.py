@@ -70,10 +70,13 @@ class Row:
 
     @property
     def parameters(self) -> frozenset[tuple[str, bool]]:
-        """Each parameter and whether it is a tensor, as the signature says."""
+        """Each parameter and whether it is a tensor, as the signature says. A T is that too, or a
+        number, which is a tensor here.
+        """
         inside = self.signature.partition("(")[2].rpartition(") ->")[0]
         pairs = (part.partition(":") for part in inside.split(", "))
-        return frozenset((_parameter(name), type[:7] in ("", " Tensor")) for name, _, type in pairs)
+        tensors = ("", " Tensor", " T")
+        return frozenset((_parameter(name), type[:7] in tensors) for name, _, type in pairs)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,12 @@ def infinitely_differentiable_logit_backward(
     return torch.where(inside, grad / (x * (1 - x)), fill)
 
 
+@manual("grad: *n, mask: *n -> dself: *n", of=lambda self, mask, p1m: self * mask / p1m)
+def _fused_dropout_backward(grad: Gradient, mask: Tensor, p1m: float) -> Tensor:
+    """y = x * mask / p:  dx = grad * mask / p,  p what is kept"""
+    return grad * (mask / p1m)
+
+
 @manual("grad: *n, mask: *n -> dinput: *n", of=lambda input, mask, scale: input * mask * scale)
 def infinitely_differentiable_native_dropout_backward(
     grad: Gradient, mask: Tensor, scale: float

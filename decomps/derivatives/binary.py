@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.decomps.conventions import Result, absent
-from normpass.decomps.manual import Gradient, Tangent, manual
+from normpass.decomps.manual import Gradient, Number, Tangent, manual
 from normpass.decomps.neutral import ZERO
 
 if TYPE_CHECKING:
@@ -60,6 +60,18 @@ def div_tensor_other_backward(
 ) -> Tensor:
     """y = x / w:  dw = -grad * conj(x / w / w);  zero where the quotient is rounded"""
     return -grad * (self / other / other).conj() if rounding_mode is None else grad * 0
+
+
+@manual(
+    "grad: *n, self: *n -> dself: *n",
+    sample=lambda self: {"self": self.abs() + 0.5},
+    of=lambda self, exponent: self**exponent,
+)
+def pow_backward(grad: Gradient, self: Tensor, exponent: Number) -> Tensor:
+    """y = x^a:  dx = grad * conj(a * x^(a - 1));  zero for a = 0, at x = 0 too"""
+    if exponent == 0:
+        return torch.zeros_like(self)
+    return grad * (exponent * self.pow(exponent - 1)).conj()
 
 
 @manual(

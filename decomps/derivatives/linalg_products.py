@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 
 from normpass.decomps.conventions import Result, absent, like
 from normpass.decomps.manual import Gradient, Number, manual
+from normpass.decomps.neutral import ZERO
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
+
+
+def product(*factors: Tensor) -> Tensor:
+    """Their matrix product; ZERO where one of them is."""
+    nothing = any(map(absent, factors))
+    return ZERO if nothing else reduce(torch.matmul, factors)  # type: ignore[return-value]
+
+
+def adjoint(x: Tensor) -> Tensor:
+    """x^H; ZERO stays ZERO."""
+    return x if absent(x) else x.mH
 
 
 @formula(
@@ -78,3 +91,77 @@ def mm_mat2_backward(
     else:
         product = mat1.t().conj().mm(grad)
     return product if alpha == 1 else product * alpha.conjugate()
+
+
+# --- products of three, and of a linear layer ----------------------------------------------------
+
+
+@manual(
+    "grad: n d, i1: n c, i2: d c m, i3: n m -> di1: n c, di2: d c m, di3: n m",
+    results=(Result(like("grad"), None),) * 3,
+    of="_trilinear",
+)
+def _trilinear_backward(
+    grad: Gradient,
+    i1: Tensor | None,
+    i2: Tensor | None,
+    i3: Tensor | None,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    grad_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Y = sum_sumdim(A B C), each repeated along the axes that it lacks:  dA = sum(grad conj(B C))
+    along the axes that A lacks, and so on. A factor that is not needed is None.
+    """
+    if absent(grad):
+        return grad, grad, grad
+    rank = grad.dim() + len(sumdim)
+    present, *axes = (
+        [axis for axis in range(rank) if axis not in {n % rank for n in lacking}]
+        for lacking in (sumdim, expand1, expand2, expand3)
+    )
+
+    def of(k: int) -> Tensor:
+        others = [(x, axes[j]) for j, x in enumerate((i1, i2, i3)) if j != k and x is not None]
+        if len(others) < 2 or not grad_mask[k]:
+            return ZERO  # type: ignore[return-value]
+        (small, first), (large, second) = sorted(others, key=lambda other: len(other[1]))
+        kept = [n for n in range(rank) if n in {*present, *first} & {*second, *axes[k]}]
+        partial = torch.einsum(grad, present, small.conj(), first, kept)
+        return torch.einsum(partial, kept, large.conj(), second, axes[k])
+
+    return of(0), of(1), of(2)
+
+
+def _linear_backward(self: Tensor, grad_output: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    outer = _rows(grad_output).mT @ _rows(self)
+    return grad_output @ weight, outer, _rows(grad_output).sum(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """All axes but the last as one."""
+    return x.unsqueeze(0).flatten(0, -2)
+
+
+@manual(
+    "grads: *n c, self: *n c, grad_output: *n d, weight: d c "
+    "-> dself: *n c, dgrad_output: *n d, dweight: d c",
+    sample=lambda self, grad_output, weight: {
+        "grads": list(map(torch.randn_like, _linear_backward(self, grad_output, weight)))
+    },
+    of=_linear_backward,
+)
+def linear_double_backward(
+    grads: Sequence[Gradient], self: Tensor, grad_output: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """gx = g W,  gW = g^T x,  gb = sum(g):  dx = g dgW,  dW = g^T dgx,
+    dg = dgx W^T + x dgW^T + dgb
+    """
+    of_x, of_weight, of_bias = grads
+    through = product(of_x, weight.mT) + of_bias.expand(grad_output.shape)
+    if not absent(of_weight):
+        through = through + self @ of_weight.mT
+    of_rows = of_x if absent(of_x) else _rows(of_x)
+    return product(grad_output, of_weight), through, product(_rows(grad_output).mT, of_rows)

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.operators import is_differentiated
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
@@ -100,3 +103,136 @@ def linalg_solve_jvp(
         return dB
     dX = torch.linalg.lu_solve(LU, pivots, dB, left=left)
     return dX.squeeze(-1) if vector else dX
+
+
+@manual(
+    "X: *b n k, A: *b n n, dA: *b n n, dB: *b n k -> dX: *b n k",
+    sample=lambda A, B: {name: _solved(A, B, True)[name] for name in ("A", "X")},
+    of=lambda A, B: torch.linalg.solve(A, B),
+)
+def solve_jvp(X: Tensor, A: Tensor, dA: Tangent, dB: Tangent) -> Tensor:
+    """A X = B:  dX = A^-1 (dB - dA X)"""
+    vector = _is_vector(A, X)
+    dX = _columns(dB, vector) - dA @ _columns(X, vector)
+    if absent(dX):
+        return dX
+    dX = torch.linalg.solve(A, dX)
+    return dX.squeeze(-1) if vector else dX
+
+
+# --- pseudo-inverses and least squares -----------------------------------------------------------
+
+
+@manual(
+    "grad: *b n s, pinvA: *b n s, A: *b s n -> dself: *b s n",
+    results=(Result(like("A"), None),),
+    of="linalg_pinv.atol_rtol_tensor",
+)
+def pinv_backward(grad: Gradient, pinvA: Tensor, A: Tensor) -> Tensor:
+    """P = A^+, of constant rank:
+
+    dA = (1 - A P) g^H P P^H + P^H P g^H (1 - P A) - P^H g P^H
+    """
+    if absent(grad):
+        return grad
+    if A.shape[-2] > A.shape[-1]:  # the products by way of the smaller side: (A^H)^+ = P^H
+        return pinv_backward(grad.mH, pinvA.mH, A.mH).mH
+    g, Ph = grad.mH, pinvA.mH
+    K = g @ pinvA
+    right = K @ Ph
+    return right - A @ (pinvA @ right) + Ph @ pinvA @ (g - K @ A) - (pinvA @ K).mH
+
+
+@manual(
+    "A: *b s n, pinvA: *b n s, dA: *b s n -> dpinvA: *b n s",
+    of="linalg_pinv.atol_rtol_tensor",
+)
+def pinv_jvp(A: Tensor, pinvA: Tensor, dA: Tangent) -> Tensor:
+    """P = A^+, of constant rank:
+
+    dP = P P^H dA^H (1 - A P) + (1 - P A) dA^H P^H P - P dA P
+    """
+    if absent(dA):
+        return dA
+    if A.shape[-2] > A.shape[-1]:
+        return pinv_jvp(A.mH, pinvA.mH, dA.mH).mH
+    d = dA.mH
+    K = pinvA.mH @ d
+    within = K - K @ A @ pinvA - K.mH
+    return pinvA @ within + (d - pinvA @ (A @ d)) @ (pinvA.mH @ pinvA)
+
+
+def _solution(A: Tensor, B: Tensor) -> dict[str, Tensor]:
+    X, L, _, _ = torch.linalg.lstsq(A, B, driver="gels")
+    return {"X_": X, "L": L}
+
+
+@manual(
+    "gX_: *b n k, gL: *b k, A: *b s n, B_: *b s k, X_: *b n k -> dA: *b s n, dB_: *b s k",
+    sample=lambda A, B_: {"X_": _solution(A, B_)["X_"]},
+    of=lambda A, B_: tuple(_solution(A, B_).values()),
+)
+def linalg_lstsq_backward(
+    gX_: Gradient,
+    gL: Gradient,
+    A: Tensor,
+    B_: Tensor,
+    X_: Tensor,
+    grad_input_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """X = A^+ B:  dB = P^H gX,  dA is that of P = A^+ for gX B^H
+
+    L = sum(|r|^2),  r = A X - B, which is least at X:  dA += 2 r gL X^H,  dB -= 2 r gL
+    """
+    vector = _is_vector(A, B_)
+    gX, X, B = _columns(gX_, vector), _columns(X_, vector), _columns(B_, vector)
+    dA: Tensor = ZERO  # type: ignore[assignment]
+    dB: Tensor = ZERO  # type: ignore[assignment]
+    if not absent(gX):
+        P = torch.linalg.pinv(A)
+        dB = P.mH @ gX
+        if grad_input_mask[0]:
+            dA = pinv_backward(gX @ B.mH, P, A)
+    if not absent(gL) and gL.numel() > 0:
+        r = 2 * (A @ X - B) * gL.unsqueeze(-2)
+        dA, dB = dA + r @ X.mH, dB - r
+    return dA, dB.squeeze(-1) if vector else dB
+
+
+@manual(
+    "A: *b s n, B_: *b s k, dA: *b s n, dB_: *b s k -> dX: *b n k",
+    of=lambda A, B_: _solution(A, B_)["X_"],
+)
+def linalg_lstsq_solution_jvp(A: Tensor, B_: Tensor, dA: Tangent, dB_: Tangent) -> Tensor:
+    """X = A^+ B:  dX = dP B + P dB,  P = A^+"""
+    vector = _is_vector(A, B_)
+    B, dB = _columns(B_, vector), _columns(dB_, vector)
+    P = torch.linalg.pinv(A)
+    dX = P @ dB + pinv_jvp(A, P, dA) @ B
+    return dX.squeeze(-1) if vector else dX
+
+
+@manual(
+    "A: *b s n, B_: *b s k, dA: *b s n, dB_: *b s k, X_: *b n k, L: *b k -> dL: *b k",
+    sample=lambda A, B_: _solution(A, B_),
+    of=lambda A, B_: _solution(A, B_)["L"],
+)
+def linalg_lstsq_residuals_jvp(
+    A: Tensor, B_: Tensor, dA: Tangent, dB_: Tangent, X_: Tensor, L: Tensor
+) -> Tensor:
+    """L = sum(|r|^2),  r = A X - B, which is least at X:  dL = 2 Re(sum(conj(r) (dA X - dB)))"""
+    vector = _is_vector(A, B_)
+    X, B, dB = _columns(X_, vector), _columns(B_, vector), _columns(dB_, vector)
+    change = dA @ X - dB
+    if absent(change) or L.numel() == 0:
+        return ZERO  # type: ignore[return-value]
+    return 2 * ((A @ X - B).conj() * change).sum(-2)  # one for each column, of a vector too
+
+
+@manual(
+    "A: *b s n, B: *b s k, dA: *b s n, dB: *b s k -> dX: *b n k",
+    of=lambda A, B: _solution(A, B)["X_"],
+)
+def linalg_lstsq_jvp(A: Tensor, B: Tensor, dA: Tangent, dB: Tangent) -> Tensor:
+    """As above; no row calls it any more."""
+    return linalg_lstsq_solution_jvp(A, B, dA, dB)

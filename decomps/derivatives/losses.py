@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.decomps.manual import Gradient, manual
+from normpass.decomps.conventions import Result, like
+from normpass.decomps.manual import FILE, Gradient, manual
+from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 aten = torch.ops.aten
-MEAN = 1
+NONE, MEAN = 0, 1
 
 
-def _reduced(grad: Tensor, input: Tensor, reduction: int) -> Tensor:
+def reduced(grad: Tensor, input: Tensor, reduction: int) -> Tensor:
     """The gradient of each element of a loss whose mean has this one."""
     return grad / input.numel() if reduction == MEAN else grad
+
+
+def summed(grad: Tensor, reduction: int) -> Tensor:
+    """The gradient of what each element was multiplied with: one number where the loss is one."""
+    return grad if reduction == NONE else grad.sum()
 
 
 @manual(
@@ -30,7 +39,7 @@ def _reduced(grad: Tensor, input: Tensor, reduction: int) -> Tensor:
 )
 def mse_loss_double_backward(grad: Gradient, input: Tensor, reduction: int) -> Tensor:
     """l = (x - y)^2:  l'' = 2"""
-    return _reduced(grad * 2, input, reduction)
+    return reduced(grad * 2, input, reduction)
 
 
 @manual(
@@ -46,7 +55,7 @@ def smooth_l1_loss_double_backward(
     if beta == 0:
         return grad * 0
     inside = (input - target).abs() < beta
-    return _reduced(grad * inside / beta, input, reduction)
+    return reduced(grad * inside / beta, input, reduction)
 
 
 @manual(
@@ -59,7 +68,27 @@ def huber_loss_double_backward(
     grad: Gradient, input: Tensor, target: Tensor, reduction: int, delta: float
 ) -> Tensor:
     """l = (x - y)^2 / 2, delta * |x - y| beyond delta:  l'' = 1, 0 beyond"""
-    return _reduced(grad * ((input - target).abs() < delta), input, reduction)
+    return reduced(grad * ((input - target).abs() < delta), input, reduction)
+
+
+@manual(
+    "grad: *n, grad_output: , input: *n, target: *n -> dgrad_output: ",
+    of=lambda grad_output, input, target, reduction, delta: aten.huber_loss_backward(
+        grad_output, input, target, reduction, delta
+    ),
+)
+def huber_loss_double_backward_grad_output(
+    grad: Gradient,
+    grad_output: Tensor,
+    input: Tensor,
+    target: Tensor,
+    reduction: int,
+    delta: float,
+) -> Tensor:
+    """dx = g * l',  l' = x - y, of |x - y| < delta, else delta * sgn(x - y):  dg = grad * l'"""
+    away = input - target
+    slope = torch.where(away.abs() < delta, away, delta * away.sign())
+    return summed(reduced(grad, input, reduction) * slope, reduction)
 
 
 @manual(
@@ -73,4 +102,49 @@ def soft_margin_loss_double_backward(
 ) -> Tensor:
     """l = log(1 + exp(-x * y)):  l'' = y^2 * s * (1 - s),  s = sigmoid(-x * y)"""
     s = (-input * target).sigmoid()
-    return _reduced(grad * (target * target * s * (1 - s)), input, reduction)
+    return reduced(grad * (target * target * s * (1 - s)), input, reduction)
+
+
+@manual(
+    "grad: *n, grad_output: , input: *n, target: *n -> dgrad_output: ",
+    of=lambda grad_output, input, target, reduction: aten.soft_margin_loss_backward(
+        grad_output, input, target, reduction
+    ),
+)
+def soft_margin_loss_double_backward_grad_output(
+    grad: Gradient, grad_output: Tensor, input: Tensor, target: Tensor, reduction: int
+) -> Tensor:
+    """dx = g * l',  l' = -y * s,  s = sigmoid(-x * y):  dg = grad * l'"""
+    slope = -target * (-input * target).sigmoid()
+    return summed(reduced(grad, input, reduction) * slope, reduction)
+
+
+# --- connectionist temporal classification ------------------------------------------------------
+
+
+def _ctc(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """The decorator of a backend's formula: of a loss that is linear, and zero in one example."""
+    return formula(
+        "vjp",
+        f"{name}(Tensor? grad_out, Tensor loss, Tensor raw_grad, bool zero_infinity) -> Tensor",
+        source=f"{FILE}: {name}",
+        shapes="grad_out: n, loss: n, raw_grad: m n c -> dlog_probs: m n c",
+        results=(Result(like("raw_grad"), None),),
+        zeros=("grad_out",),
+        sample=lambda loss: {"loss": loss * (torch.arange(len(loss)) > 0)},
+        of=lambda log_probs, loss, raw_grad, zero_infinity: (
+            (log_probs * raw_grad).sum((0, 2)) * ((loss != 0) if zero_infinity else 1)
+        ),
+        compared=("loss",),
+    )
+
+
+@_ctc("_miopen_ctc_loss_backward")
+@_ctc("_cudnn_ctc_loss_backward")
+def _ctc_loss_backward(
+    grad_out: Gradient, loss: Tensor, raw_grad: Tensor, zero_infinity: bool
+) -> Tensor:
+    """dlog_probs = grad * what the kernel saved;  zero for an example whose loss was made zero"""
+    if zero_infinity:
+        raw_grad = raw_grad.masked_fill((loss == 0).unsqueeze(-1), 0)
+    return grad_out.unsqueeze(-1) * raw_grad

@@ -121,7 +121,13 @@ def prod_backward_dim(
         return prod_backward(grad, input, result)
     if not keepdim:
         grad = put_back(grad, [dim % input.dim()])
-    return grad * _others(input, dim).conj()
+    return prod_safe_zeros_backward(grad, input, dim)
+
+
+@manual("grad: *n 1, inp: *n d -> dinp: *n d", of=lambda inp, dim: inp.prod(dim, keepdim=True))
+def prod_safe_zeros_backward(grad: Gradient, inp: Tensor, dim: int) -> Tensor:
+    """As above, of a gradient that has the axis."""
+    return grad * _others(inp, dim).conj()
 
 
 # --- norms ---------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from normpass.decomps.axes import put_back, reduced
 from normpass.decomps.conventions import Result, like, promoted
+from normpass.decomps.manual import Tangent, manual
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
@@ -72,3 +74,13 @@ def logsumexp_jvp(self_p: Tensor, self_t: Tensor, dim: Sequence[int], keepdim: b
     axes = reduced(self_p, dim)
     weights = (self_p - self_p.logsumexp(axes, keepdim=True)).exp()
     return (weights * self_t).sum(axes, keepdim=keepdim)
+
+
+@manual("self_p: *n d, self_t: *n d -> y_t: *n 1", of="_safe_softmax")
+def safe_logsumexp_jvp(
+    self_p: Tensor, self_t: Tangent, dim: Sequence[int], keepdim: bool
+) -> Tensor:
+    """y = log(sum_d(exp(x))):  y_t = sum_d(exp(x - y) * x_t), zero where all x are -inf"""
+    nothing = (self_p == -math.inf).all(reduced(self_p, dim), keepdim=True)
+    x, t = (v.masked_fill(nothing, 0) for v in (self_p, self_t))
+    return logsumexp_jvp(x, t, dim, keepdim)

@@ -1,13 +1,14 @@
-"""What only takes tensors apart and puts them together."""
+"""What only moves, casts and takes apart, and puts together."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.conventions import Result, absent
-from normpass.decomps.manual import Gradient, manual
+from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.registry import formula
 
@@ -133,6 +134,36 @@ def split_with_sizes_backward(
     return torch.cat(parts, dim)
 
 
+@formula(
+    "vjp",
+    "split_backward(Tensor?[] grads, SymInt split_size, int dim, SymInt[] sym_sizes, *, "
+    "ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) "
+    "-> Tensor",
+    source=f"{MANUAL}: split_backward",
+    shapes="grads: *n d *m -> dself: *n 2d *m",
+    results=(Result(_dtype, None),),
+    zeros=("grads",),
+    of="split.Tensor",
+    as_given=True,
+)
+def split_backward(
+    grads: Sequence[Tensor],
+    split_size: int,
+    dim: int,
+    sym_sizes: Sequence[int],
+    dtype: torch.dtype | None,
+    layout: torch.layout | None,
+    device: torch.device | None,
+    pin_memory: bool | None,
+) -> Tensor:
+    """As above, of parts of one size, but for the last."""
+    before = len(grads) - 1
+    parts = [split_size] * before + [sym_sizes[dim] - split_size * before]
+    return split_with_sizes_backward(
+        grads, parts, dim, sym_sizes, dtype, layout, device, pin_memory
+    )
+
+
 @manual(
     "grad: m n -> dself: n m",
     sample=lambda: {"fwd_dims": [1, 0]},
@@ -229,6 +260,67 @@ def stack_tensors_backward(grad: Gradient, dim: int, dtypes: Sequence[torch.dtyp
     return [part.clone() for part in grad.unbind(dim)]
 
 
+def _blocks(grad: Tensor) -> dict[str, Any]:
+    """Two tensors whose block diagonal has this gradient."""
+    shape = [size // 2 for size in grad.shape]
+    tensors = [grad.new_ones(shape) for _ in range(2)]
+    return {"sizes": [shape] * 2, "dtypes": [grad.dtype] * 2, "tensors": tensors}
+
+
+@manual(
+    "grad: 2n 2d -> dtensors: n d",
+    results=(Result(_real_as_each, None),),
+    sample=_blocks,
+    of=lambda tensors: torch.block_diag(*tensors),
+    as_given=True,
+)
+def block_diag_backward(
+    grad: Gradient, sizes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """y = diag(x_1, x_2, ..):  each has its block of grad; a vector is a row, a number a block"""
+    if absent(grad):
+        return [grad for _ in sizes]
+    parts, row, column = [], 0, 0
+    for shape in sizes:
+        height, width = (1, 1, *shape)[-2:]
+        block = grad.narrow(0, row, height).narrow(1, column, width)
+        parts.append(block.reshape(list(shape)).clone())
+        row, column = row + height, column + width
+    return parts
+
+
+def _tangents(tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+    pairs = zip(tensors, tangents, strict=True)
+    return [torch.zeros_like(x) if absent(t) else t for x, t in pairs]
+
+
+_JOINED = (Result(lambda given: functools.reduce(torch.promote_types, _dtypes(given)), None),)
+
+
+def _dtypes(given: Arguments) -> list[torch.dtype]:
+    return [x.dtype for x in given["tensors"]]
+
+
+@manual("tensors: *n d, tensors_t: *n d -> y_t: *n 2d", results=_JOINED, of="cat", as_given=True)
+def cat_jvp(tensors: Sequence[Tensor], tensors_t: Sequence[Tangent], dim: int) -> Tensor:
+    """The concatenation of the tangents. Upstream finds them within the tensors."""
+    return torch.cat(_tangents(tensors, tensors_t), dim)
+
+
+@manual("tensors: *n, tensors_t: *n -> y_t: *n 2", results=_JOINED, of="stack", as_given=True)
+def stack_jvp(tensors: Sequence[Tensor], tensors_t: Sequence[Tangent], dim: int) -> Tensor:
+    """The tangents, stacked"""
+    return torch.stack(_tangents(tensors, tensors_t), dim)
+
+
+@manual(
+    "tensors: n d, tensors_t: n d -> y_t: 2n 2d", results=_JOINED, of="block_diag", as_given=True
+)
+def block_diag_jvp(tensors: Sequence[Tensor], tensors_t: Sequence[Tangent]) -> Tensor:
+    """The block diagonal of the tangents"""
+    return torch.block_diag(*_tangents(tensors, tensors_t))
+
+
 @manual(
     "grad: *n, mask: *n -> dvalue: ",
     sample=lambda grad: {"mask": grad.real > 0},
@@ -237,3 +329,43 @@ def stack_tensors_backward(grad: Gradient, dim: int, dtypes: Sequence[torch.dtyp
 def masked_fill_backward(grad: Gradient, mask: Tensor) -> Tensor:
     """y = v at the mask:  dv = the sum of grad there"""
     return grad.masked_fill(~mask, 0).sum()
+
+
+@manual(
+    "grad: m k -> dself: n d",
+    sample=lambda: {"pad": [2, 1, -1, 3]},
+    of="constant_pad_nd",
+    as_given=True,
+)
+def constant_pad_nd_backward(grad: Gradient, pad: Sequence[int]) -> Tensor:
+    """y = x with so much around it:  dx = grad without it"""
+    return grad if absent(grad) else aten.constant_pad_nd(grad, [-width for width in pad], 0)
+
+
+@formula(
+    "vjp",
+    "_to_copy_backward(Tensor? grad_, *, ScalarType? dtype=None, Layout? layout=None, "
+    "Device? device=None, bool? pin_memory=None) -> Tensor",
+    source=f"{MANUAL}: _to_copy_backward",
+    shapes="grad_: *n -> dself: *n",
+    results=(Result(lambda given: given["dtype"] or like("grad_")(given), None),),
+    zeros=("grad_",),
+    of="_to_copy",
+    as_given=True,
+    why="of a real tensor the gradient is real: a result's dtype sees to both",
+)
+def _to_copy_backward(
+    grad_: Tensor,
+    dtype: torch.dtype | None,
+    layout: torch.layout | None,
+    device: torch.device | None,
+    pin_memory: bool | None,
+) -> Tensor:
+    """y = x in another dtype or place:  dx = grad in that of x"""
+    return grad_ if absent(grad_) else grad_.to(device or grad_.device, copy=True)
+
+
+@torch.library.register_fake("normpass::_to_copy_backward")  # type: ignore[untyped-decorator]
+def _(grad_: Tensor | None, **options: Any) -> Tensor | None:
+    """What fake tensors do not see through a formula: that the result is in another place."""
+    return None if grad_ is None else torch.empty_like(grad_, **options)

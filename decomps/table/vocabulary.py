@@ -10,6 +10,7 @@ operators.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,14 @@ def sum_(
     return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
 
 
+def blocksize(x: Tensor) -> list[int] | None:
+    """Of a tensor whose elements are blocks."""
+    if x.layout not in (torch.sparse_bsr, torch.sparse_bsc):
+        return None
+    first = x.crow_indices() if x.layout == torch.sparse_bsr else x.ccol_indices()
+    return list(x.values().shape[first.dim() :][:2])
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "defined": is_defined,
     "has_value": is_defined,
@@ -104,6 +113,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "scalar_type": scalar_type,
     "dtype": lambda x: x.dtype,
     "layout": lambda x: x.layout,
+    "sym_blocksize": blocksize,
+    "get_nested_sizes": lambda x: x._nested_tensor_size(),
     "device": lambda x: x.device,
     "options": Options.of,
     "to": to,
@@ -143,6 +154,19 @@ METHODS: dict[str, Callable[..., Any]] = {
 def not_implemented(name: str, reason: str = "") -> Any:
     message = f"the derivative for '{name}' is not implemented."
     raise NotImplementedError(f"{message} {reason}" if reason else message)
+
+
+def error_for_max_pool2d_double_backward() -> Any:
+    raise NotImplementedError(
+        "max_pool2d with `return_indices=False` is not infinitely differentiable. If you want to "
+        "calculate higher order derivatives, e.g. second order, set `return_indices=True`."
+    )
+
+
+def warn_backwards(grad: Any) -> Any:
+    """Of an operator that is there for PyTorch's own tests."""
+    warnings.warn("Warn from backward", stacklevel=2)
+    return grad
 
 
 def maybe_multiply(x: Tensor, factor: Number) -> Tensor:
@@ -212,7 +236,6 @@ def ones(sizes: Sequence[int], options: Options) -> Tensor:
 
 HELPERS: dict[str, Callable[..., Any]] = {
     "IntArrayRef": lambda x: x,
-    "_to_copy_backward": to,
     # What is exact to any order, not what is fast at the first.
     "GradMode_is_enabled": lambda: True,
     "isDifferentiableType": lambda dtype: dtype.is_floating_point or dtype.is_complex,
@@ -230,17 +253,21 @@ HELPERS: dict[str, Callable[..., Any]] = {
     "negated": lambda x: [-n for n in x],
     "floor_divide": lambda x, y: x // y,
     "apply_loss_reduction": apply_loss_reduction,
+    "error_for_max_pool2d_double_backward": error_for_max_pool2d_double_backward,
     "exp": exp,
     "handle_r_to_c": handle_r_to_c,
+    "native_get_nested_tensor_impl": lambda x: x,
     "log": log,
     "maybe_multiply": maybe_multiply,
     "not_implemented": not_implemented,
+    "not_implemented_list": not_implemented,
     "ones": ones,
     "restore_reduced_dims": restore_reduced_dims,
     "scalar_tensor": scalar_tensor,
     "sqrt": sqrt,
     "unsqueeze_multiple": unsqueeze_multiple,
     "unsqueeze_to": unsqueeze_to,
+    "warn_backwards": warn_backwards,
     "zeros": zeros,
 }
 

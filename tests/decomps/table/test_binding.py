@@ -234,6 +234,26 @@ def test_the_tangent_of_a_complex_silu() -> None:
     assert not torch.allclose(theirs, found)
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("unitriangular", [False, True])
+def test_the_tangent_of_triangular_solve(transpose: bool, unitriangular: bool) -> None:
+    """PyTorch's takes no notice of the transpose, nor of the triangle."""
+    args = (X.t(), 2 * W.diag() + 1)
+    flags = (True, transpose, unitriangular)
+    t, h = torch.cos(args[1] + W), 1e-6
+
+    def solution(A: Tensor) -> Tensor:
+        return aten.triangular_solve(args[0], A, *flags)[0]
+
+    results = aten.triangular_solve(*args, *flags)
+    found, _ = jvp(aten.triangular_solve)({"A": t}, (*args, *flags), results)
+    expected = (solution(args[1] + h * t) - solution(args[1] - h * t)) / (2 * h)
+    assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    with forward_ad.dual_level():
+        theirs = forward_ad.unpack_dual(solution(forward_ad.make_dual(args[1], t))).tangent
+    assert not torch.allclose(theirs, found)
+
+
 def test_the_gradient_of_a_groups_mean_alone() -> None:
     """PyTorch's was undefined where the norm itself has no gradient, which means zero."""
     args = (torch.sin(torch.arange(18.0, dtype=torch.float64)).reshape(1, 6, 3), None, None)

@@ -1,0 +1,76 @@
+"""Fourier transforms of real signals: one half of the frequencies stands for both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.decomps.conventions import Result, absent
+from normpass.decomps.manual import Gradient, manual
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from normpass.decomps.conventions import Arguments
+
+aten = torch.ops.aten
+
+
+def _weighted(half: Tensor, axis: int, size: int, weight: float) -> Tensor:
+    """The frequencies of a signal of this size, times the weight where their opposites, which are
+    left out, are others: all but the zeroth and, of an even size, the last.
+    """
+    count = half.shape[axis]
+    k = torch.arange(count, device=half.device)
+    inner = torch.where((k >= 1) & (k <= size - count), weight, 1.0)
+    after = half.dim() - 1 - axis % half.dim()
+    return half * inner.to(half.real.dtype).view(-1, *[1] * after)
+
+
+def _complex(given: Arguments) -> torch.dtype | None:
+    return None if given["grad"] is None else given["grad"].dtype.to_complex()
+
+
+def _real(given: Arguments) -> torch.dtype | None:
+    return None if given["grad"] is None else given["grad"].dtype.to_real()
+
+
+@manual(
+    "grad: *n m -> dself: *n d",
+    results=(Result(_complex, None),),
+    sample=lambda self: {
+        "self": torch.complex(self.real, self.real.sin()),
+        "dim": [self.dim() - 1],
+        "last_dim_size": 2 * self.shape[-1] - 1,
+    },
+    of="_fft_c2r",
+)
+def fft_c2r_backward(grad: Gradient, dim: Sequence[int], normalization: int) -> Tensor:
+    """y = the real signal of half a spectrum:  dx = the half of y's, twice where it is for both"""
+    if absent(grad):
+        return grad
+    half = aten._fft_r2c(grad, dim, normalization, True)
+    return _weighted(half, dim[-1], grad.shape[dim[-1]], 2)
+
+
+@manual(
+    "grad: *n c -> dself: *n m",
+    results=(Result(_real, None),),
+    sample=lambda self: {"self": self.real, "dim": [self.dim() - 1]},
+    of="_fft_r2c",
+)
+def fft_r2c_backward(
+    grad: Gradient, dim: Sequence[int], normalization: int, onesided: bool, last_dim_size: int
+) -> Tensor:
+    """y = the spectrum of a real signal, or half of it:  dx = the signal of grad, whose other half
+    is zero: of half of grad, where it would be for both
+    """
+    if absent(grad):
+        return grad
+    if not onesided:
+        return aten._fft_c2c(grad, dim, normalization, False).real
+    half = _weighted(grad, dim[-1], last_dim_size, 0.5)
+    return aten._fft_c2r(half, dim, normalization, last_dim_size)
