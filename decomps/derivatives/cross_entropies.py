@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import logsigmoid
 
+from normpass.decomps.conventions import absent
 from normpass.decomps.derivatives.losses import reduced
 from normpass.decomps.manual import Gradient, manual
 from normpass.decomps.neutral import ONE
@@ -34,9 +35,10 @@ def _variance(x: Tensor) -> Tensor:
     return variance.masked_fill(variance < LEAST, LEAST)
 
 
-def _weighed(grad: Tensor, weight: Tensor | None, like: Tensor, reduction: int) -> Tensor:
-    """The gradient of each element of a loss."""
-    return reduced(grad * (ONE if weight is None else weight), like, reduction)
+def _weighed(grad: Tensor, weight: Tensor | None, reduction: int) -> Tensor:
+    """The gradient along each element of a loss, from that of one without weights or a mean."""
+    weighed = grad * (ONE if weight is None else weight)
+    return weighed if absent(grad) else reduced(weighed, weighed, reduction)
 
 
 # --- of probabilities ---------------------------------------------------------------------------
@@ -53,7 +55,7 @@ def binary_cross_entropy_target_backward(
     grad: Gradient, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int
 ) -> Tensor:
     """l = -y * log(x) - (1 - y) * log(1 - x):  dl / dy = log(1 - x) - log(x)"""
-    return _weighed(grad, weight, target, reduction) * (_log(1 - self) - _log(self))
+    return _weighed(grad * (_log(1 - self) - _log(self)), weight, reduction)
 
 
 @manual(
@@ -73,7 +75,7 @@ def binary_cross_entropy_double_backward(
 ) -> Tensor:
     """l' = (x - y) / v,  v = x * (1 - x):  l'' = (x^2 - 2 * x * y + y) / v^2"""
     slope = (input * input - 2 * input * target + target) / _variance(input).square()
-    return _weighed(grad * grad_output, weight, input, reduction) * slope
+    return _weighed(grad * grad_output * slope, weight, reduction)
 
 
 @manual(
@@ -92,7 +94,7 @@ def binary_cross_entropy_double_backward_target(
     reduction: int,
 ) -> Tensor:
     """l' = (x - y) / v,  v = x * (1 - x):  dl' / dy = -1 / v"""
-    return _weighed(-grad * grad_output, weight, target, reduction) / _variance(self)
+    return _weighed(-grad * grad_output / _variance(self), weight, reduction)
 
 
 @manual(
@@ -106,7 +108,7 @@ def binary_cross_entropy_double_backward_grad_output(
     grad: Gradient, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int
 ) -> Tensor:
     """dx = g * l',  l' = (x - y) / v,  v = x * (1 - x):  dg = grad * l' of each element"""
-    return _weighed(grad, weight, input, reduction) * ((input - target) / _variance(input))
+    return _weighed(grad * ((input - target) / _variance(input)), weight, reduction)
 
 
 # --- of logits ----------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def binary_cross_entropy_with_logits_backward(
     """
     positive = target if pos_weight is None else target * pos_weight
     slope = (positive + 1 - target) * input.sigmoid() - positive
-    return _weighed(grad, weight, input, reduction) * slope
+    return _weighed(grad * slope, weight, reduction)
 
 
 @manual(
@@ -154,4 +156,4 @@ def binary_cross_entropy_with_logits_target_backward(
     dl / dy = log(1 - s) - p * log(s);  -x for p = 1
     """
     slope = -self if pos_weight is None else logsigmoid(-self) - pos_weight * logsigmoid(self)
-    return _weighed(grad_output, weight, target, reduction) * slope
+    return _weighed(grad_output * slope, weight, reduction)

@@ -197,7 +197,7 @@ def _double_backward(
     x, along = pixels.read(v if absent(v) else input), pixels.read(ggI)
     g = grad_output.unsqueeze(-1)
     met, moved = (along * g).sum(1), (x * g).sum(1)
-    of_places = []
+    of_places: list[Tensor] = []
     for d, axis in enumerate(axes):
         w_d, v_d = weights(d)
         of_places.insert(0, (met * w_d + moved * v_d).sum(-1) * axis.slope)

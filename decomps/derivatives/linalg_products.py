@@ -165,3 +165,58 @@ def linear_double_backward(
         through = through + self @ of_weight.mT
     of_rows = of_x if absent(of_x) else _rows(of_x)
     return product(grad_output, of_weight), through, product(_rows(grad_output).mT, of_rows)
+
+
+# --- in groups ------------------------------------------------------------------------------------
+
+
+def _grouped(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    alpha: complex,
+) -> Tensor:
+    """alpha^* A_g B_g, stored by columns where a matrix of these sizes and strides is."""
+    if strides[-2] == 1 and strides[-1] == sizes[-2]:
+        product = torch.ops.aten._grouped_mm(right.mT, left.mT, offs).mT
+    else:
+        product = torch.ops.aten._grouped_mm(left, right, offs)
+    return product if alpha == 1 else product * alpha.conjugate()
+
+
+@manual("grad: n m, mat2: b k m, offs: b -> dmat1: n k", of="_grouped_mm", as_given=True)
+def _grouped_mm_mat1_backward(
+    grad: Gradient,
+    mat2: Tensor,
+    mat1_sizes: Sequence[int],
+    mat1_strides: Sequence[int],
+    mat1_layout: torch.layout,
+    offs: Tensor | None,
+    alpha: Number,
+) -> Tensor:
+    """Y_g = alpha * A_g B_g, g a part of an axis that ends in offs:  dA_g = alpha^* grad_g B_g^T
+
+    The kernel multiplies matrices that have one, and batches, by each other in every mix. A
+    gradient that is repeated, which it refuses, is copied.
+    """
+    if absent(grad):
+        return grad
+    return _grouped(grad.contiguous(), mat2.mT, offs, mat1_sizes, mat1_strides, alpha)
+
+
+@manual("grad: n m, mat1: n k, offs: b -> dmat2: b k m", of="_grouped_mm", as_given=True)
+def _grouped_mm_mat2_backward(
+    grad: Gradient,
+    mat1: Tensor,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    layout: torch.layout,
+    offs: Tensor | None,
+    alpha: Number,
+) -> Tensor:
+    """Y_g = alpha * A_g B_g:  dB_g = alpha^* A_g^T grad_g"""
+    if absent(grad):
+        return grad
+    return _grouped(mat1.mT, grad.contiguous(), offs, sizes, strides, alpha)

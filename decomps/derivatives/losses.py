@@ -27,7 +27,7 @@ def reduced(grad: Tensor, input: Tensor, reduction: int) -> Tensor:
 
 
 def summed(grad: Tensor, reduction: int) -> Tensor:
-    """The gradient of what each element was multiplied with: one number where the loss is one."""
+    """The gradient of what all elements were multiplied with, where the loss is one number."""
     return grad if reduction == NONE else grad.sum()
 
 
@@ -88,7 +88,7 @@ def huber_loss_double_backward_grad_output(
     """dx = g * l',  l' = x - y, of |x - y| < delta, else delta * sgn(x - y):  dg = grad * l'"""
     away = input - target
     slope = torch.where(away.abs() < delta, away, delta * away.sign())
-    return summed(reduced(grad, input, reduction) * slope, reduction)
+    return summed(reduced(grad * slope, input, reduction), reduction)
 
 
 @manual(
@@ -116,7 +116,7 @@ def soft_margin_loss_double_backward_grad_output(
 ) -> Tensor:
     """dx = g * l',  l' = -y * s,  s = sigmoid(-x * y):  dg = grad * l'"""
     slope = -target * (-input * target).sigmoid()
-    return summed(reduced(grad, input, reduction) * slope, reduction)
+    return summed(reduced(grad * slope, input, reduction), reduction)
 
 
 # --- connectionist temporal classification ------------------------------------------------------

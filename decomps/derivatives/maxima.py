@@ -147,7 +147,7 @@ def _unpooled(self: Tensor) -> dict[str, Any]:
     sample=_unpooled,
 )
 def max_pool_double_backward(grad: Gradient, indices: Tensor, dim: int) -> Tensor:
-    """y_i = x at the maximum of window i, numbered in the last dim axes:  dx_i = grad_indices_i"""
+    """dx_(i_k) = dy_k, i numbers within the last dim axes:  its transpose, grad_(i_k)"""
     if absent(grad):
         return grad
     places = indices.flatten(-dim)

@@ -20,6 +20,7 @@ from normpass.decomps.registry import formula
 if TYPE_CHECKING:
     from torch import Tensor
 
+aten = torch.ops.aten
 # Not among the formulas of FunctionsManual.cpp: an operator of its own.
 SOURCE = "aten/src/ATen/native/ReduceOps.cpp"
 
@@ -28,7 +29,9 @@ def products_before(x: Tensor, dim: int) -> Tensor:
     """The products of all that comes before each element along dim; of nothing it is one."""
     size = list(x.shape)
     size[dim] = 1
-    return torch.cat([x.new_ones(size), x], dim).cumprod(dim).narrow(dim, 0, x.shape[dim])
+    # What is cut off is nothing, but of an empty row.
+    before = torch.cat([x.new_ones(size), aten.slice(x, dim, 0, -1)], dim)
+    return before.narrow(dim, 0, x.shape[dim]).cumprod(dim)
 
 
 # --- recurrences ---------------------------------------------------------------------------------
@@ -43,20 +46,41 @@ def _recurrence(links: Tensor, terms: Tensor, *, reverse: bool = False) -> Tenso
     return _steps(pad(links, (1, 0)), terms)
 
 
-def _steps(factors: Tensor, terms: Tensor, levels: int = 8) -> Tensor:
+def _steps(factors: Tensor, terms: Tensor) -> Tensor:
     """s_i = t_i + f_i s_(i-1)
 
     Two steps are one of the same kind, s_i = (t_i + f_i t_(i-1)) + f_i f_(i-1) s_(i-2): the odd
-    places are a recurrence of half the length. A length that is a symbol is not asked: it is halved
-    so often at most, and what is left takes all pairs.
+    places are a recurrence of half the length.
     """
     size = terms.shape[-1]
-    if levels == 0 or (isinstance(size, int) and size <= 4):
+    if not isinstance(size, int):
+        return _in_blocks(factors, terms)
+    if size <= 4:
         return _pairs(factors, terms)
-    even, odd = ([pad(v, (0, size % 2))[..., k::2] for v in (factors, terms)] for k in (0, 1))
-    ends = _steps(odd[0] * even[0], odd[1] + odd[0] * even[1], levels - 1)
-    first = even[1] + even[0] * pad(ends, (1, -1))
+    factors, terms = (pad(v, (0, size % 2)) for v in (factors, terms))
+    (f, t), (odd_f, odd_t) = ((factors[..., k::2], terms[..., k::2]) for k in (0, 1))
+    ends = _steps(odd_f * f, odd_t + odd_f * t)
+    first = t + f * pad(ends, (1, -1))
     return torch.stack([first, ends], -1).flatten(-2)[..., :size]
+
+
+def _in_blocks(factors: Tensor, terms: Tensor, levels: int = 2) -> Tensor:
+    """The same, of a length that is a symbol: it is not asked, so that a trace holds for all.
+
+    In blocks of 32 s is that from zero, and what came before, times all factors; the ends of blocks
+    are a recurrence. There are two at least: of a length of one a trace would take note.
+    """
+    if levels == 0:
+        return _pairs(factors, terms)
+    size, block = terms.shape[-1], 32
+    count = size // block + 2
+    f, t = (
+        pad(v, (0, count * block - size)).unflatten(-1, (count, block)) for v in (factors, terms)
+    )
+    within, through = _steps(f, t), f.cumprod(-1)
+    ends = _in_blocks(through[..., -1], within[..., -1], levels - 1)
+    before = pad(ends, (1, -1)).unsqueeze(-1)
+    return (within + through * before).flatten(-2)[..., :size]
 
 
 def _pairs(factors: Tensor, terms: Tensor) -> Tensor:

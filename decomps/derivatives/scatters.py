@@ -56,7 +56,7 @@ def _weights(
     groups: _Groups, self: Tensor, src: Tensor, reduce: str, include_self: bool, result: Tensor
 ) -> _Weights:
     """The weights of a reduction: a sum, mean, amax, amin or prod."""
-    of_self = ONE if include_self else groups.untouched(self)
+    of_self: Any = ONE if include_self else groups.untouched(self)
     if reduce == "sum":
         return _Weights(ONE, of_self, ONE)
     if reduce == "mean":

@@ -18,7 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from normpass.decomps import registry
 from normpass.decomps.table.derivatives_yaml import DEFAULT, Entry, entries
-from normpass.decomps.table.formulas import Formula, NoFormula, as_tensor, compiled
+from normpass.decomps.table.formulas import EACH, Formula, NoFormula, as_tensor, compiled
 from normpass.decomps.table.own_rows import functional, with_own
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Vjp:
         self.row, self.op = row, row.op
         self.formulas: dict[tuple[str, ...], Formula | NoFormula] = {}
         self.of_results = [f"grad_{name}" for name in row.results]
-        asked = (*self.of_results, "grad", "grads", "grad_input_mask")
+        asked = (*self.of_results, "grad", "grads", "grad_input_mask", EACH)
         names = (*row.arguments, *row.results, *asked)
         for wrt, text in row.gradients.items():
             self.formulas[wrt] = _try(text, names, f"{row.op}: {', '.join(wrt)}")
@@ -231,6 +231,8 @@ class Jvp:
         self.formulas: dict[str, Formula | NoFormula] = {}
         names = [*row.arguments, *row.results]
         names += [f"{name}_{end}" for name in row.arguments for end in "pt"]
+        # Of what an operator writes to, as it was before.
+        names += ["original_self_p", "original_self_t", EACH]
         for result, text in row.tangents.items():
             if text not in (LINEAR, ELEMENTWISE):
                 self.formulas[result] = _try(text, names, f"{row.op}: {result}")
@@ -294,7 +296,10 @@ class Jvp:
             f"{name}_t": _filled(tangents.get(name), known[name]) for name in self.row.arguments
         }
         if result not in self.row.numbers:
-            return formula({**known, **primals, **each})
+            before = {
+                f"original_{n}": v for n, v in {**primals, **each}.items() if n[:5] == "self_"
+            }
+        return formula({**known, **primals, **each, **before})
         if text not in found:
             found[text] = formula({**known, **primals, **each})
         return found[text][self.row.numbers[result]]

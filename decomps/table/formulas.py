@@ -19,20 +19,40 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
+EACH = "i"
+
+
 class NoFormula(LookupError):
     """An expression that cannot be evaluated here; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """text: the expression, in Python. uses: those of the row's names that it asks for."""
+    """text: the expression, in Python. uses: those of the row's names that it asks for; one that
+    asks for EACH is of the elements of lists, and gives a list.
+    """
 
     text: str
     uses: frozenset[str]
     function: Callable[..., Any]
 
     def __call__(self, known: Mapping[str, Any]) -> Any:
-        return self.function(*[known[name] for name in sorted(self.uses)])
+        names = sorted(self.uses)
+        if EACH not in self.uses:
+            return self.function(*[known[name] for name in names])
+        lists = [known[name] for name in names if isinstance(known.get(name), list | tuple)]
+        return [
+            None
+            if "grads" in self.uses and known["grads"][i] is None
+            else self.function(*[i if name == EACH else _one(known, name, i) for name in names])
+            for i in range(len(lists[0]))
+        ]
+
+
+def _one(known: Mapping[str, Any], name: str, i: int) -> Any:
+    """What a formula of elements asks for: of tangents and their primals the element itself."""
+    value = known[name]
+    return value[i] if name[-2:] in ("_p", "_t") and isinstance(value, list | tuple) else value
 
 
 def compiled(expression: str, names: Collection[str], what: str) -> Formula:

@@ -32,10 +32,29 @@ OWN: dict[str, dict[tuple[str, ...], str]] = {
             "{real(grad * polar(ones_like(abs), -angle)), imag(grad * result.conj())}"
         )
     },
+    # upstream's leaves out the scale: how often each word is there
+    "embedding_dense_backward": {
+        ("grad_output",): (
+            "embedding_dense_double_backward(scale_grad_by_freq ? grad / embedding_dense_backward("
+            "ones_like(grad_output), indices, num_weights, padding_idx, false).clamp_min(1) : grad,"
+            " indices, padding_idx)"
+        )
+    },
     # upstream's formulas read the tangents from within the tensors of the list
     "cat": {("result",): "cat_jvp(tensors, tensors_t, dim)"},
     "stack": {("result",): "stack_jvp(tensors, tensors_t, dim)"},
     "block_diag": {("result",): "block_diag_jvp(tensors, tensors_t)"},
+    # upstream's adds the bound to the tangent
+    **{
+        f"_foreach_{name}.{overload}": {
+            ("result",): (
+                f"self_t * at::where(self_p == {bound}, "
+                f"at::scalar_tensor(0.5, result[i].options()), self_p {sign} {bound})"
+            )
+        }
+        for name, sign in (("maximum", ">"), ("minimum", "<"))
+        for overload, bound in (("Scalar", "scalar"), ("ScalarList", "scalars[i]"))
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""The derivatives of cumprod, of cat, split and indexing, against autograd's own."""
+"""The derivatives of cumprod, cat, split, blocks and indexing, against autograd's own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from normpass.decomps.registry import decompositions, derivative, rules
+from normpass.decomps.registry import derivative, rules
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 rules()  # the operators exist once the rules are loaded
@@ -55,20 +56,6 @@ def test_cumprod_backward_is_right_to_second_order(
     assert_close(found, torch.autograd.grad(own, x, g)[0], **TIGHT)
     assert_close(torch.autograd.grad(found, (x, g), v, materialize_grads=True), second, **TIGHT)
     assert ops.cumprod_backward(None, x, dim, y) is None
-
-
-def test_the_graph_of_cumprod_backward_does_not_grow_with_the_size() -> None:
-    def nodes(n: int) -> int:
-        x = torch.randn(n)
-        call = lambda g, x: ops.cumprod_backward(g, x, 0, x)  # noqa: E731
-        return len(make_fx(call, decompositions())(x, x).graph.nodes)
-
-    assert nodes(5) == nodes(50) < 30
-
-
-def test_cumprod_backward_of_an_empty_row() -> None:
-    x = torch.ones(2, 0)
-    assert ops.cumprod_backward(x, x, 1, x).shape == x.shape
 
 
 # --- views ---------------------------------------------------------------------------------------
@@ -129,6 +116,78 @@ def test_split_with_sizes_backward_is_autograds_own(
         assert torch.equal(op(g, sizes, dim, x.shape), expected), "the options are optional"
         assert torch.equal(op(g, sizes, dim, x.shape, dtype=dtype, layout=x.layout), expected)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 7])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_split_backward_is_autograds_own(size: int, dim: int) -> None:
+    """With each of the gradients missing."""
+    x = torch.randn(7, 7, dtype=torch.float64).requires_grad_()
+    parts = x.split(size, dim)
+    for missing in range(-1, len(parts)):
+        g = [None if k == missing else torch.randn_like(v) for k, v in enumerate(parts)]
+        zeros = [torch.zeros_like(v) if h is None else h for v, h in zip(parts, g, strict=True)]
+        found = ops.split_backward(g, size, dim, x.shape, dtype=x.dtype, device=x.device)
+        expected = torch.autograd.grad(parts, x, zeros, retain_graph=True)[0]
+        assert torch.equal(torch.zeros_like(x) if found is None else found, expected)
+
+
+BLOCKS = [(2, 3), (), (2,), (0, 2), (1, 1), (3, 0)]
+
+
+def test_an_empty_vector_is_an_empty_row_of_blocks() -> None:
+    """PyTorch's gradient of what comes after it is that of the row before."""
+    leaf = torch.ones(1, 1, requires_grad=True)
+    y, g = torch.block_diag(torch.ones(0), leaf), torch.tensor([[5.0], [7.0]])
+    assert_close(y, torch.tensor([[0.0], [1.0]]))
+    found = ops.block_diag_backward(g, [[0], [1, 1]], [g.dtype] * 2)
+    assert [v.tolist() for v in found] == [[], [[7.0]]]
+    assert torch.autograd.grad(y, leaf, g)[0].tolist() == [[5.0]]
+
+
+@by_dtype
+def test_block_diag_backward_is_autograds_own(dtype: torch.dtype) -> None:
+    """Of matrices, vectors, numbers and nothing, real among complex ones."""
+    leaves = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in BLOCKS]
+    leaves.append(torch.randn(2, 2, dtype=torch.float64).requires_grad_())
+    y = torch.block_diag(*leaves)
+    g = torch.randn_like(y)
+    sizes, dtypes = [list(v.shape) for v in leaves], [v.dtype for v in leaves]
+    found = ops.block_diag_backward(g, sizes, dtypes)
+    assert_close(found, list(torch.autograd.grad(y, leaves, g)), rtol=0, atol=0)
+    assert derivative("block_diag_backward")(None, sizes, dtypes) == [None] * len(leaves)
+
+
+JOINED: dict[str, Callable[..., Tensor]] = {
+    "cat_jvp": torch.cat,
+    "stack_jvp": torch.stack,
+    "block_diag_jvp": lambda tensors: torch.block_diag(*tensors),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_tangent_among_others_is_zeros(
+    name: str, missing: int, dtype: torch.dtype
+) -> None:
+    tensors = [torch.randn(2, 3, dtype=dtype), torch.randn(2, 3, dtype=torch.float64)]
+    tangents: list[Any] = [torch.randn_like(v) for v in tensors]
+    filled = [t * (k != missing) for k, t in enumerate(tangents)]
+    tangents[missing] = None
+    dim = () if name == "block_diag_jvp" else (1,)
+    found = getattr(ops, name)(tensors, tangents, *dim)
+    assert_close(found, JOINED[name](filled, *dim), rtol=0, atol=0)
+    assert found.dtype == dtype
+
+
+def test_a_cast_backward() -> None:
+    g = torch.randn(3, dtype=torch.complex128)
+    found = ops._to_copy_backward(g, dtype=torch.float32, device=g.device)
+    assert_close(found, g.real.float(), rtol=0, atol=0)
+    same = ops._to_copy_backward(g, dtype=g.dtype, device=g.device)
+    assert torch.equal(same, g)
+    assert same.data_ptr() != g.data_ptr()
 
 
 MANY, TWO = torch.tensor([[0, 2], [2, -1]]), torch.tensor([1, 1])

@@ -275,6 +275,57 @@ def test_the_gradient_of_a_groups_mean_alone() -> None:
         assert (stock is None) == GROUP_MEAN_ALONE_IS_LOST
 
 
+LISTS = [torch.linspace(0.5, 1.5, n, dtype=torch.float64) for n in (3, 4)]
+OTHERS = [torch.linspace(1.7, 0.3, n, dtype=torch.float64) for n in (3, 4)]
+FOREACH = (
+    ("_foreach_div.List", (LISTS, OTHERS)),
+    ("_foreach_maximum.Scalar", (LISTS, 1.0)),
+    ("_foreach_maximum.ScalarList", (LISTS, [0.9, 0.8])),
+    ("_foreach_minimum.Scalar", (LISTS, 0.9)),
+    ("_foreach_minimum.ScalarList", (LISTS, [0.9, 0.8])),
+    ("_foreach_norm.Scalar", (LISTS, 2)),
+    ("_foreach_pow.List", (LISTS, OTHERS)),
+    ("_foreach_pow.ScalarAndTensor", (1.5, LISTS)),
+    ("_foreach_pow.ScalarList", (LISTS, [2.0, 1.5])),
+)
+
+
+@pytest.mark.parametrize(("name", "args"), FOREACH, ids=[name for name, _ in FOREACH])
+def test_rows_of_lists(name: str, args: tuple[Any, ...]) -> None:
+    """Gradients are autograd's, where one is left out too; tangents are the transpose of them.
+    PyTorch's tangent of a maximum or minimum is not: it adds the bound (1.0 at 1.0 is a tie).
+    """
+    packet, overload = name.split(".")
+    op = getattr(getattr(aten, packet), overload)
+    lists = [
+        k for k, a in enumerate(args) if isinstance(a, list) and isinstance(a[0], torch.Tensor)
+    ]
+    leaves = [
+        [x.clone().requires_grad_() for x in a] if k in lists else a for k, a in enumerate(args)
+    ]
+    ys, xs = op(*leaves), [x for k in lists for x in leaves[k]]
+    grads = [y.detach().cos() for y in ys]
+    found = vjp(op)((grads,), args, op(*args))
+    assert_close([g for of in found.values() for g in of], list(torch.autograd.grad(ys, xs, grads)))
+    assert all(of[0] is None for of in vjp(op)(([None, grads[1]],), args, op(*args)).values())
+    if not row_of(op).tangents:
+        return
+    moved = {n: [torch.sin(x * 7) for x in args[k]] for n, k in zip(found, lists, strict=True)}
+    (tangents,) = jvp(op)(moved, args, op(*args))
+    along = sum((t * g).sum() for t, g in zip(tangents, grads, strict=True))
+    pairs = ((g, t) for n in found for g, t in zip(found[n], moved[n], strict=True))
+    assert_close(along, sum((g * t).sum() for g, t in pairs))
+
+
+@pytest.mark.parametrize("name", ["celu_", "elu_", "leaky_relu_"])
+def test_the_tangent_of_what_is_written_to(name: str) -> None:
+    """Its arguments are those before the write."""
+    op = getattr(aten, name).default
+    (found,) = jvp(op)({"self": G}, (X,), op(X.clone()))
+    functional = getattr(aten, name.removesuffix("_")).default
+    assert_close(found, jvp(functional)({"self": G}, (X,), functional(X))[0])
+
+
 # --- traces --------------------------------------------------------------------------------------
 
 
