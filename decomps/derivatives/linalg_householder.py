@@ -16,7 +16,6 @@ from torch.linalg import householder_product, solve_triangular
 from torch.nn.functional import pad
 
 from normpass.decomps.conventions import absent
-from normpass.decomps.derivatives.linalg_products import adjoint, product
 from normpass.decomps.manual import Gradient, Tangent, manual
 
 if TYPE_CHECKING:
@@ -85,11 +84,11 @@ def householder_product_jvp(
     """Y = E - V T V1^H, V1 the first rows:  dY = -(dV T + V dT) V1^H - V T dV1^H"""
     of, n = _reflectors(V, tau), V.shape[-1]
     dV = dV.narrow(-1, 0, tau.shape[-1]).tril(-1)
-    overlap = product(of.V.mH, dV)
-    dS = (overlap + adjoint(overlap)).triu(1)
-    dT = product(of.W, dtau.unsqueeze(-1) * of.Z) - product(of.T, dS, of.T)
-    right = product(product(dV, of.T) + product(of.V, dT), of.V[..., :n, :].mH)
-    return -right - product(of.V, of.T, adjoint(dV.narrow(-2, 0, n)))
+    overlap = of.V.mH @ dV
+    dS = (overlap + overlap.mH).triu(1)
+    dT = of.W @ (dtau.unsqueeze(-1) * of.Z) - of.T @ dS @ of.T
+    right = (dV @ of.T + of.V @ dT) @ of.V[..., :n, :].mH
+    return -right - of.V @ of.T @ dV.narrow(-2, 0, n).mH
 
 
 @manual(

@@ -11,7 +11,6 @@ import torch
 from torch.linalg import lu_factor, solve_triangular
 
 from normpass.decomps.conventions import absent
-from normpass.decomps.derivatives.linalg_products import product
 from normpass.decomps.manual import Gradient, Size, Tangent, manual
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def linalg_lu_backward(
     """
     m, k, n = *L.shape[-2:], U.shape[-1]
     gL, gU = L_grad.tril(-1), U_grad.triu()
-    both = product(gU, U.mH) - product(L.mH, gL)
+    both = gU @ U.mH - L.mH @ gL
     if absent(both):
         return both
     if m >= n:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,17 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
-
-
-def product(*factors: Tensor) -> Tensor:
-    """Their matrix product; ZERO where one of them is."""
-    nothing = any(map(absent, factors))
-    return ZERO if nothing else reduce(torch.matmul, factors)  # type: ignore[return-value]
-
-
-def adjoint(x: Tensor) -> Tensor:
-    """x^H; ZERO stays ZERO."""
-    return x if absent(x) else x.mH
 
 
 @formula(
@@ -160,11 +148,11 @@ def linear_double_backward(
     dg = dgx W^T + x dgW^T + dgb
     """
     of_x, of_weight, of_bias = grads
-    through = product(of_x, weight.mT) + of_bias.expand(grad_output.shape)
+    through = of_x @ weight.mT + of_bias.expand(grad_output.shape)
     if not absent(of_weight):
         through = through + self @ of_weight.mT
     of_rows = of_x if absent(of_x) else _rows(of_x)
-    return product(grad_output, of_weight), through, product(_rows(grad_output).mT, of_rows)
+    return grad_output @ of_weight, through, _rows(grad_output).mT @ of_rows
 
 
 # --- in groups ------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import torch
 from torch.linalg import solve_triangular
 
 from normpass.decomps.conventions import absent
-from normpass.decomps.derivatives.linalg_products import product
 from normpass.decomps.manual import Gradient, Tangent, manual
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def linalg_solve_triangular_forward_AD(
 ) -> Tensor:
     """A X = B:  dX = A^-1 (dB - dA X),  dA the triangle of it;  X A = B:  (dB - X dA) A^-1"""
     dA = _triangle(A_t, upper, unitriangular)
-    dB = B_t - (product(dA, X) if left else product(X, dA))
+    dB = B_t - (dA @ X if left else X @ dA)
     if absent(dB):
         return dB
     return solve_triangular(A, dB, upper=upper, left=left, unitriangular=unitriangular)

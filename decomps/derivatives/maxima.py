@@ -75,7 +75,8 @@ def amaxamin_jvp(
 
 @manual(
     "self: *n d, grad_min: *n, grad_max: *n, min: *n, max: *n -> dself: *n d",
-    of="aminmax",
+    sample=lambda self, dim: {"min": self.amin(dim), "max": self.amax(dim)},
+    of=lambda self, dim: (self.amin(dim), self.amax(dim)),
     compared=("self", "min", "max"),
 )
 def aminmax_backward(
@@ -101,7 +102,8 @@ def aminmax_backward(
 @manual(
     "self_p: *n d, self_t: *n d, result: *n -> result_t: *n",
     results=(Result(like("result"), None),),
-    of="aminmax",
+    sample=lambda self_p, dim: {"result": self_p.amax(dim)},
+    of=lambda self_p, dim: self_p.amax(dim),
     compared=("self_p", "result"),
 )
 def aminmax_jvp(

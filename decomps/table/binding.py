@@ -295,13 +295,12 @@ class Jvp:
         each = {
             f"{name}_t": _filled(tangents.get(name), known[name]) for name in self.row.arguments
         }
+        before = {f"original_{n}": v for n, v in {**primals, **each}.items() if n[:5] == "self_"}
+        given = {**known, **primals, **each, **before}
         if result not in self.row.numbers:
-            before = {
-                f"original_{n}": v for n, v in {**primals, **each}.items() if n[:5] == "self_"
-            }
-        return formula({**known, **primals, **each, **before})
+            return formula(given)
         if text not in found:
-            found[text] = formula({**known, **primals, **each})
+            found[text] = formula(given)
         return found[text][self.row.numbers[result]]
 
     def _linear(self, known: dict[str, Any], tangents: Mapping[str, Any]) -> Any:
