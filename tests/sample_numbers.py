@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 # Numbers that say of sizes what tensors say too.
 OF_SIZES = (
-    *("C", "HxW", "N", "normalized_shape", "shape", "sizes", "sym_sizes", "split_size"),
-    *("last_dim_size", "mat1_sizes", "mat1_strides"),
-    *("C", "HxW", "N", "m", "n"),
-    *("normalized_shape", "shape", "sizes", "mat1_sizes", "mat1_strides"),
+    *("C", "HxW", "N", "last_dim_size", "m", "mat1_sizes", "mat1_strides", "n"),
+    *("normalized_shape", "shape", "sizes", "split_size", "sym_sizes"),
 )
 
 MASKS = {

@@ -198,7 +198,8 @@ class Sample:
             if isinstance(value, torch.Tensor):
                 sizes.update(bind(axes, value.shape, self.ranks))
         place = Place({**_sizes(0, self.ranks), **sizes}, shapes, optional(self.rule))
-        given.update({name: NUMBERS[name](place)[0] for name in OF_SIZES if name in given})
+        if not elementwise(self.rule):  # whose n is an order
+            given.update({name: NUMBERS[name](place)[0] for name in OF_SIZES if name in given})
         if self.told:
             # Told again, of these tensors: only of numbers, for tensors may ask for sizes.
             told = named(self.rule.sample, {**extra, **given})  # type: ignore[arg-type]

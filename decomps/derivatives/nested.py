@@ -66,7 +66,7 @@ def unbind_backward_nested_jagged(grads: Sequence[Gradient], self: Tensor, dim: 
         piece = torch.zeros_like(part) if absent(grad) else grad
         rest = list(part.shape)
         rest[axis] = starts[k + 1] - starts[k] - rest[axis]
-        pieces += [piece, piece.new_zeros(rest)] if rest[axis] else [piece]
+        pieces += [piece, piece.new_zeros(rest)]
     return torch.nested.nested_tensor_from_jagged(
         torch.cat(pieces, axis), offsets, x.lengths(), jagged_dim=axis + 1
     )

@@ -185,7 +185,9 @@ def logcumsumexp_backward(grad: Gradient, self: Tensor, result: Tensor, dim: int
     return _unrowed(new.conj() * later, dim, self)
 
 
-@manual("self_p: *n d, self_t: *n d -> result_t: *n d", of="logcumsumexp")
+@manual(
+    "self_p: *n d, self_t: *n d -> result_t: *n d", of=lambda self_p, dim: self_p.logcumsumexp(dim)
+)
 def logcumsumexp_jvp(self_p: Tensor, self_t: Tangent, dim: int) -> Tensor:
     """y_i = log(sum_{j <= i}(exp(x_j))):
 
