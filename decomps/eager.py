@@ -166,7 +166,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """For each leaf its gradient, where it is needed."""
     needs = list(needed)
-    given = [(out, g) for out, g in zip(outs, grads, strict=True) if g is not None]
+    pairs = zip(outs, grads, strict=True)
+    given = [(out, g) for out, g in pairs if out is not None and g is not None]
     xs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
     found = iter(
         torch.autograd.grad(

@@ -132,10 +132,10 @@ def _rule(name: str, **fixed: Any) -> None:
     )
     @wraps(_batch_norm)
     def rule(
-        grads: Grads, *args: Any, needs: Collection[str] = tuple(map(own.get, _NEEDS))
+        grads: Grads, *args: Any, needs: Collection[str] = tuple(own[name] for name in _NEEDS)
     ) -> dict[str, Tensor | None]:
         wanted = [name for name in _NEEDS if own[name] in needs]
-        found = _batch_norm(grads, *in_order(op, args, BACKWARD, **fixed), needs=wanted)
+        found = _batch_norm(grads, *in_order(op, args, BACKWARD, **fixed), wanted)
         return {own[name]: value for name, value in found.items()}
 
 

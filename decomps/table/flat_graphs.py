@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -70,8 +70,10 @@ class Flat:
         values: Sequence[Any],
         table: Mapping[OpOverload, Callable[..., Any]] | None = None,
     ) -> fx.GraphModule:
-        tracing = "symbolic" if self.mode.shape_env is not None else "fake"
-        trace = make_fx(function, table, tracing_mode=tracing, _allow_non_fake_inputs=True)
+        mode: Literal["symbolic", "fake"] = (
+            "symbolic" if self.mode.shape_env is not None else "fake"
+        )
+        trace = make_fx(function, table, tracing_mode=mode, _allow_non_fake_inputs=True)
         with self.mode, torch.no_grad():
             return trace(*values)
 

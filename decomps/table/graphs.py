@@ -198,7 +198,7 @@ class _Reverse(_Run):
         if node.target is operator.getitem:
             whole, index = node.args
             parts = self.found.setdefault(whole, [None] * len(self.values[whole]))  # type: ignore[arg-type,index]
-            parts[index] = _sum(parts[index], grad)  # type: ignore[index]
+            parts[index] = _sum(parts[index], grad)
             return
         derivative, given = vjp(node.target), self.named(node)  # type: ignore[arg-type]
         needs = [
