@@ -135,7 +135,8 @@ def _rule(name: str, **fixed: Any) -> None:
         grads: Grads, *args: Any, needs: Collection[str] = tuple(own[name] for name in _NEEDS)
     ) -> dict[str, Tensor | None]:
         wanted = [name for name in _NEEDS if own[name] in needs]
-        found = _batch_norm(grads, *in_order(op, args, BACKWARD, **fixed), wanted)
+        given = dict(zip(BACKWARD, in_order(op, args, BACKWARD, **fixed), strict=True))
+        found = _batch_norm(grads, **given, needs=wanted)
         return {own[name]: value for name, value in found.items()}
 
 
