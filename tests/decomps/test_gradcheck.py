@@ -8,6 +8,7 @@ record implies; what is not tested at all stands in LEFT_OUT.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import gradchecks
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 # What torch itself warns of: variances of one element, forward-mode decompositions that load.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
+
+def own_name(rule: Rule) -> str:
+    """Of layer norm's backward native_layer_norm_backward."""
+    assert rule.op is not None
+    return rule.op._schema.name.partition("::")[2]
+
+
 LEFT_OUT = {
     "_fused_rms_norm_backward": "no kernel on CPUs",
     "cudnn_batch_norm": "no kernel on CPUs",
@@ -37,6 +45,21 @@ LEFT_OUT = {
     "_new_zeros_with_same_feature_meta": "no derivative: it makes the memory of a tangent",
     "_reshape_alias": "not called: reshape, in whose OpInfo it is, makes a view",
     "rrelu_with_noise": "writes to its noise, and draws other noise each time",
+    "block_diag_jvp": "block_diag has no batching rule: table/test_binding.py",
+    **dict.fromkeys(
+        ("angle_backward", "sgn_backward"),
+        "zero or constant for the real samples: derivatives/test_complex_numbers.py",
+    ),
+    **dict.fromkeys(
+        ("_grouped_mm_mat1_backward", "_grouped_mm_mat2_backward"),
+        "the kernel has no doubles: derivatives/test_grouped_products.py",
+    ),
+    **{
+        own_name(rule): f"tensors of layouts of their own: derivatives/test_{name}.py"
+        for rule in rules()
+        for name in ("sparse", "nested")
+        if inspect.unwrap(rule.function).__module__.endswith(f"derivatives.{name}")
+    },
 }
 
 # OpInfos by which an operator is reached, where they do not have its name.
@@ -55,12 +78,6 @@ THROUGH["native_layer_norm_backward"] = THROUGH["native_layer_norm"]
 THROUGH["native_group_norm_backward"] = THROUGH["native_group_norm"]
 THROUGH["native_batch_norm_backward"] = THROUGH["native_batch_norm"]
 THROUGH["batch_norm_backward"] = ("_batch_norm_with_update",)
-
-
-def own_name(rule: Rule) -> str:
-    """Of layer norm's backward native_layer_norm_backward."""
-    assert rule.op is not None
-    return rule.op._schema.name.partition("::")[2]
 
 
 def opinfos(name: str) -> list[Any]:
