@@ -7,6 +7,8 @@ it can be differentiated to any order.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +37,33 @@ def define(schema: str, function: Callable[..., Any]) -> OpOverload:
             return function(*args, **kwargs)
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
-    _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl(name, _with_lazy_tensors(function), "CompositeExplicitAutograd")
     _library.impl(name, function, "FuncTorchBatched")
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
     return op
+
+
+_LAZY = tuple(getattr(torch._C.DispatchKey, key) for key in ("Conjugate", "Negative", "ZeroTensor"))
+
+
+def _with_lazy_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, for whose tensors a conjugate may be a mark and no copy.
+
+    A compiled graph calls its operators with the keys excluded that see to such marks (torch 2.11
+    to 2.14): of g * r.conj() the kernel would have made g * r, without a word.
+    """
+
+    @functools.wraps(function)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        excluded = [k for k in _LAZY if torch._C._dispatch_tls_is_dispatch_key_excluded(k)]
+        if not excluded:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as guards:
+            for key in excluded:
+                guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            return function(*args, **kwargs)
+
+    return kernel
 
 
 def is_concrete(value: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ class TestSmall(unittest.TestCase):
         assert torch.nn.functional.layer_norm(torch.ones(4, 5), (5,)).shape == (4, 5)
 
     def test_composed_norm(self):
-        x = torch.randn(4, 5)
+        x = torch.randn(4, 5, requires_grad=True)  # reverse over forward mode
         with dual_level(), torch.profiler.profile(acc_events=True) as profile:
             torch.nn.functional.layer_norm(make_dual(x, x), (5,))
         assert "aten::var_mean" in {event.key for event in profile.key_averages()}

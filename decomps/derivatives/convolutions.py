@@ -12,27 +12,22 @@ from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.neutral import ZERO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
 aten = torch.ops.aten
 
 
-def _tangent(
-    convolution: Callable[..., Tensor],
-    primals: tuple[Tensor, Tensor],
-    tangents: tuple[Any, Any, Any],
-    numbers: tuple[Any, ...],
-) -> Any:
-    """The tangent of one that is linear in input and weight each, and in both and the bias."""
+def _tangent(primals: tuple[Tensor, Tensor], tangents: tuple[Any, Any, Any], *numbers: Any) -> Any:
+    """The tangent of what is linear in input and weight each, and in both and the bias."""
     (x, w), (x_t, w_t, b_t) = primals, tangents
     pairs = [(a, b) for a, b in ((x_t, w), (x, w_t)) if not (absent(a) or absent(b))]
     bias = None if absent(b_t) else b_t
     if bias is not None and not pairs:
         pairs = [(x, torch.zeros_like(w))]
     terms = zip(pairs, (bias, None), strict=False)
-    return sum((convolution(a, b, c, *numbers) for (a, b), c in terms), ZERO)
+    return sum((aten.convolution(a, b, c, *numbers) for (a, b), c in terms), ZERO)
 
 
 _OF_CONVOLUTION = (
@@ -70,9 +65,10 @@ def convolution_jvp(
     groups: int,
 ) -> Tensor:
     """y = x * w + b, a convolution:  y_t = x_t * w + x * w_t + b_t"""
-    numbers = (stride, padding, dilation, transposed, output_padding, groups)
     primals, tangents = (input_p, weight_p), (input_t, weight_t, bias_t)
-    return _tangent(aten.convolution, primals, tangents, numbers)
+    return _tangent(
+        primals, tangents, stride, padding, dilation, transposed, output_padding, groups
+    )
 
 
 @manual(
@@ -81,6 +77,7 @@ def convolution_jvp(
     sample=_numbers_and_flags,
     of="_convolution",
     as_given=True,
+    why="the flags choose a kernel, and are not passed on, as upstream does in reverse mode",
 )
 def _convolution_jvp(
     input_p: Tensor,
@@ -100,11 +97,11 @@ def _convolution_jvp(
     cudnn_enabled: bool,
     allow_tf32: bool,
 ) -> Tensor:
-    """As above; the flags choose a kernel."""
-    numbers = (stride, padding, dilation, transposed, output_padding, groups)
-    flags = (benchmark, deterministic, cudnn_enabled, allow_tf32)
+    """As above"""
     primals, tangents = (input_p, weight_p), (input_t, weight_t, bias_t)
-    return _tangent(aten._convolution, primals, tangents, (*numbers, *flags))
+    return _tangent(
+        primals, tangents, stride, padding, dilation, transposed, output_padding, groups
+    )
 
 
 @manual(

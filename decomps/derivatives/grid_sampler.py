@@ -183,6 +183,8 @@ def _double_backward(
         for d, size in enumerate(input.shape[2:])
     ]
     pixels = _Pixels.of(axes)
+    if mode == NEAREST:  # the weights are constant
+        return pixels.read(ggI).sum(-1), torch.zeros_like(input), torch.zeros_like(grid)
     steps = [ggGrid.select(-1, -1 - d) * axis.slope for d, axis in enumerate(axes)]
 
     def weights(by: int | None) -> tuple[Tensor, Tensor]:

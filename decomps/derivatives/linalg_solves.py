@@ -9,7 +9,7 @@ import torch
 from normpass.decomps.conventions import Result, absent, like
 from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.neutral import ZERO
-from normpass.decomps.operators import is_differentiated
+from normpass.decomps.operators import is_concrete, is_differentiated
 from normpass.decomps.registry import formula
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def _solved(A: Tensor, B: Tensor, left: bool) -> dict[str, Tensor]:
     sample=_solved,
     of=lambda A, B, left: torch.linalg.solve(A, B, left=left),
     why="LU is that of A, as torch's _linalg_solve_ex returns it since 2.13 for real A too; it is "
-    "used where no further derivative is asked for, since none goes through it. As upstream, the "
-    "gradients have the batch axes of X; and gA is always computed, where upstream reads "
-    "A.requires_grad",
+    "used in eager mode where no further derivative is asked for, since none goes through it. As "
+    "upstream, the gradients have the batch axes of X; and gA is always computed, where upstream "
+    "reads A.requires_grad",
 )
 def linalg_solve_backward(
     gX: Tensor,
@@ -67,7 +67,7 @@ def linalg_solve_backward(
         return gX, gX
     vector = _is_vector(A, X)
     X, gX = _columns(X, vector), _columns(gX, vector)
-    if is_differentiated((gX, X, A)):
+    if is_differentiated((gX, X, A)) or not is_concrete(A):
         gB = torch.linalg.solve(A.mH, gX, left=left)
     else:
         gB = torch.linalg.lu_solve(LU, pivots, gX, left=left, adjoint=True)

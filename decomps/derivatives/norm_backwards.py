@@ -14,7 +14,7 @@ import torch
 from normpass.decomps.axes import all_but, outer_and_inner
 from normpass.decomps.conventions import working
 from normpass.decomps.norms.spellings import BACKWARD, in_order, own_names, tensors
-from normpass.decomps.operators import is_differentiated
+from normpass.decomps.operators import is_concrete, is_differentiated
 from normpass.decomps.registry import derivative, find_op, register_rule
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ def statistics(x: Tensor, rstd: Tensor, reduced: Sequence[int]) -> tuple[Tensor,
     return mean, torch.rsqrt(var + eps)
 
 
+def _may_be_differentiated(input: Tensor, *others: Tensor | None) -> bool:
+    """Whether a derivative of the result is asked for, or may be, of a trace."""
+    return not is_concrete(input) or is_differentiated((input, *others))
+
+
 @register_rule(
     "double_backward",
     aten.native_layer_norm_backward.default,
@@ -74,7 +79,7 @@ def layer_norm(
     needs: Collection[str] = _NEEDS,
 ) -> dict[str, Tensor | None]:
     """The gradients of the arguments, by name: see layer_norm_double_backward."""
-    if is_differentiated((*grads, grad_out, input, weight)):
+    if _may_be_differentiated(input, *grads, grad_out, weight):
         mean, rstd = statistics(input, rstd, outer_and_inner(input, normalized_shape)[1])
     formula = derivative("layer_norm_double_backward")
     wanted, stats = [name in needs for name in _NEEDS], (mean, rstd)
@@ -97,7 +102,7 @@ def _batch_norm(
     needs: Collection[str] = _NEEDS,
 ) -> dict[str, Tensor | None]:
     """The gradients of the arguments, by name: see batchnorm_double_backward."""
-    differentiated = is_differentiated((*grads, grad_out, input, weight))
+    differentiated = _may_be_differentiated(input, *grads, grad_out, weight)
     if train and save_invstd is not None and differentiated:
         rank = input.dim()
         stats = statistics(input, save_invstd.view(-1, *(1,) * (rank - 2)), all_but(input, 1))

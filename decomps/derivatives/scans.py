@@ -164,11 +164,13 @@ def _shares(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Any]:
         1 = exp(x_i - y_i) + exp(y_(i-1) - y_i) * 1
 
     whose derivative is not nothing: y is only the scale in which exponentials are finite, and what
-    is divided by the recurrence has the same derivatives whatever those of y are.
+    is divided by the recurrence has the same derivatives whatever those of y are. PyTorch's are
+    NaN at infinities: nothing goes through it. But of a trace y has its own from this formula.
     """
-    y = y.detach()
+    differentiated = is_differentiated((x, y))
+    y = y.detach() if differentiated else y
     new, links = _exp_of_difference(x, y), _exp_of_difference(y[..., :-1], y[..., 1:])
-    return new, links, _recurrence(links, new) if is_differentiated((x, y)) else ONE
+    return new, links, _recurrence(links, new) if differentiated else ONE
 
 
 @manual("grad: *n d, self: *n d, result: *n d -> dself: *n d", of="logcumsumexp")

@@ -115,6 +115,8 @@ def _without(x: Tensor, code: Tensor) -> Tensor:
     return torch.where(zero, of_zero, of_other)
 
 
+_AT_ZEROS = "of a product with several zeros: exact to the second derivative, not beyond"
+
 # --- formulas -----------------------------------------------------------------------------------
 
 
@@ -149,6 +151,7 @@ def _scattered(self: Tensor, src: Tensor) -> dict[str, Any]:
     of="scatter_reduce.two",
     sample=_scattered,
     compared=("self", "src", "result"),
+    why=_AT_ZEROS,
 )
 def scatter_reduce_backward(
     grad: Gradient,
@@ -172,6 +175,7 @@ def scatter_reduce_backward(
     of="index_reduce",
     sample=lambda self, source: {"index": _index(self, source, -1)},
     compared=("self", "source", "result"),
+    why=_AT_ZEROS,
 )
 def index_reduce_backward(
     grad: Gradient,
@@ -197,6 +201,7 @@ def index_reduce_backward(
     of="scatter_reduce.two",
     sample=_scattered,
     compared=("self_p", "src_p", "result"),
+    why=_AT_ZEROS,
 )
 def scatter_reduce_jvp(
     self_p: Tensor,

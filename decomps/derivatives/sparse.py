@@ -69,7 +69,6 @@ def sparse_mask_backward(grad: Gradient, mask: Tensor, self_layout: torch.layout
     """y = x, where the mask has elements, as often as it has them:  so dx is of the gradient"""
     if absent(grad):
         return grad
-    grad = grad.coalesce() if grad.layout == torch.sparse_coo else grad
     found = grad.sparse_mask(mask)
     return found.to_dense() if self_layout == torch.strided else found
 

@@ -148,6 +148,8 @@ class Vjp:
         for wrt, text in row.gradients.items():
             self.formulas[wrt] = _try(text, names, f"{row.op}: {', '.join(wrt)}")
         self.own = registry.by_op("vjp").get(row.op)
+        # Of a norm's backward: in upstream's formula the saved statistics are constants.
+        self.of_backward = registry.by_op("double_backward").get(row.op)
         self.tensor = next(iter(row.differentiable), "")
 
     def __repr__(self) -> str:
@@ -198,6 +200,10 @@ class Vjp:
             args = [known[name] for name in self.row.arguments]
             result = known[self.row.results[0]]
             return {self.tensor: self.own(known["grad"], *args, result=result)}
+        if self.of_backward is not None and len(wrt) > 1:
+            args = [known[name] for name in self.row.arguments]
+            grads = [known[name] for name in self.of_results]
+            return self.of_backward(grads, *args, needs=needs)
         if isinstance(formula, NoFormula):
             raise NotImplementedError(str(formula))
         value = formula({**known, "grad_input_mask": [name in needs for name in wrt]})

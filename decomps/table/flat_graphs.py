@@ -12,11 +12,11 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from normpass.decomps.registry import decompositions
+from normpass.decomps.registry import by_op, decompositions
 from normpass.decomps.table.binding import is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
     from torch._ops import OpOverload
@@ -45,8 +45,10 @@ class Flat:
             return tree_leaves(torch.func.functional_call(_Nodes(gm), held, args[: self.count]))
 
         self.graph = self._made(functionalize(run), self.values)
-        while table := _decompositions(self.graph, has_derivative):
+        tried: set[OpOverload] = set()  # what is made of itself, as sym_numel, is taken as it is
+        while table := _decompositions(self.graph, has_derivative, tried):
             self.graph = self._made(_Decomposed(self.graph).run, self.values, table)
+            tried |= table.keys()
         (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
         self.outputs = [v.meta["val"] if isinstance(v, fx.Node) else v for v in output.args[0]]
 
@@ -151,13 +153,16 @@ class _Decomposed(fx.Interpreter):
 
 
 def _decompositions(
-    gm: fx.GraphModule, has_derivative: Callable[[OpOverload], bool]
+    gm: fx.GraphModule,
+    has_derivative: Callable[[OpOverload], bool],
+    tried: Collection[OpOverload],
 ) -> dict[OpOverload, Callable[..., Any]]:
-    """torch's decompositions of those operators of a graph that have no derivative themselves."""
+    """What those operators of a graph are made of that have no derivative themselves."""
+    table = {**decomposition_table, **by_op("autograd")}
     return {
-        node.target: decomposition_table[node.target]
+        node.target: table[node.target]
         for node in gm.graph.nodes
-        if node.target in decomposition_table and not has_derivative(node.target)
+        if node.target in table and node.target not in tried and not has_derivative(node.target)
     }
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from normpass.decomps.registry import UnknownRule
+from normpass.decomps.registry import UnknownRule, by_op
 from normpass.decomps.table.binding import Row, is_number, jvp, row_of, vjp
 from normpass.decomps.table.flat_graphs import Flat
 
@@ -120,6 +120,11 @@ def _has_gradient(op: OpOverload) -> bool:
 
 
 def _has_tangent(op: OpOverload) -> bool:
+    """Norms have not: to their tangents the statistics are constants, so that the next derivative
+    would be wrong. What they are made of is differentiated instead.
+    """
+    if op in by_op("autograd") or "_functional" in op._schema.name:
+        return False
     row = _row(op)
     return _is_constant(op) or (row is not None and bool(row.tangents or not row.gradients))
 
@@ -243,7 +248,7 @@ class _Forward(_Run):
         else:
             derivative, given = jvp(node.target), self.named(node)  # type: ignore[arg-type]
             tangents = {
-                name: fx.node.map_arg(given[name], self.moved.get)
+                name: self._moved(given[name])
                 for name in derivative.row.differentiable
                 if name in given
             }
@@ -253,6 +258,12 @@ class _Forward(_Run):
                 found = found[0]
         if any(t is not None for t in tree_leaves(found)):
             self.moved[node] = found
+
+    def _moved(self, value: Any) -> Any:
+        """The tangents of an argument: None for what is no node, a number say, or has none."""
+        if isinstance(value, list | tuple):
+            return [self._moved(one) for one in value]
+        return self.moved.get(value) if isinstance(value, fx.Node) else None
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

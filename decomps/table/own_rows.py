@@ -10,6 +10,8 @@ from normpass.decomps.table.derivatives_yaml import Entry, entries
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_TRACE = "linalg_solve(A_p, A_t).diagonal(0, -2, -1).sum(-1)"
+
 # Operator -> the fields that take the place of upstream's.
 OWN: dict[str, dict[tuple[str, ...], str]] = {
     # upstream hands a lambda to a loop
@@ -44,6 +46,22 @@ OWN: dict[str, dict[tuple[str, ...], str]] = {
     "cat": {("result",): "cat_jvp(tensors, tensors_t, dim)"},
     "stack": {("result",): "stack_jvp(tensors, tensors_t, dim)"},
     "block_diag": {("result",): "block_diag_jvp(tensors, tensors_t)"},
+    # upstream's solve with an LU that is a constant to autograd: exact to first order alone
+    "_linalg_det": {
+        ("result",): (
+            "(linalg_det_backward(ones_like(result), result, A_p, LU, pivots).conj() * A_t)"
+            ".sum({-2, -1})"
+        )
+    },
+    "_linalg_slogdet": {
+        ("sign", "logabsdet"): f"{{sign * ({_TRACE} - real({_TRACE})), real({_TRACE})}}"
+    },
+    "_linalg_solve_ex": {
+        ("result",): (
+            "left ? solve_jvp(result, A_p, A_t, B_t) "
+            ": solve_jvp(result.mT(), A_p.mT(), A_t.mT(), B_t.mT()).mT()"
+        )
+    },
     # upstream's adds the bound to the tangent
     **{
         f"_foreach_{name}.{overload}": {

@@ -32,6 +32,28 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ROOMS", ())
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_conjugate_in_an_operator_that_stays_one(backend: str) -> None:
+    """Compiled code calls operators with the keys excluded that see to lazy conjugates: PyTorch's
+    own registration loses them.
+    """
+    g, w = (torch.complex(T, T.sin() * k) for k in (1, 2))
+    op = torch.ops.normpass.mul_tensor_backward
+    derivative("mul_tensor_backward")
+
+    def gradient(g: Tensor, w: Tensor) -> Tensor:
+        return op(g.conj(), w, w.dtype)
+
+    found = torch.compile(gradient, fullgraph=True, backend=backend)(g, w)
+    torch.testing.assert_close(found, torch.complex(*_conjugate_product(g, w)))
+
+
+def _conjugate_product(g: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of conj(g * w)."""
+    return g.real * w.real - g.imag * w.imag, -(g.real * w.imag + g.imag * w.real)
+
+
 # --- ZERO and ONE
 
 

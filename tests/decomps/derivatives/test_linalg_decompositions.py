@@ -130,6 +130,23 @@ def test_a_loss_of_phases_is_refused_where_values_can_be_asked_for(number: int) 
     torch.vmap(gradient)(*(x.unsqueeze(0) for x in (A, *grads)))
 
 
+@by_dtype
+@pytest.mark.parametrize("name", ["_linalg_svd", "_linalg_eigh", "linalg_eig"])
+def test_gradients_are_the_adjoints_of_tangents_whatever_the_phases(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Under vmap, where no one asks for values."""
+    op, A, T = getattr(aten, name), matrix(4, 4, dtype=dtype), torch.randn(4, 4, dtype=dtype)
+    if name == "_linalg_eigh":
+        A, T = A + A.mH, T + T.mH
+    results = op(A)
+    grads = [torch.randn_like(y) for y in results]
+    tangents = jvp(op)((T,), (A,), results)
+    (found,) = torch.vmap(lambda A: vjp(op)(grads, (A,), op(A)))(A.unsqueeze(0)).values()
+    expected = sum((g.conj() * t).sum().real for g, t in zip(grads, tangents, strict=True))
+    assert_close((found.conj() * T).sum().real, expected, **TIGHT)
+
+
 @pytest.mark.parametrize("op", [aten._linalg_svd, aten._linalg_eigh], ids=str)
 def test_equal_values_have_derivatives_and_their_vectors_none(op: Any) -> None:
     A = torch.eye(3, dtype=torch.float64)
@@ -169,7 +186,7 @@ def of_rank(n: int, rank: int, dtype: torch.dtype, zeros: bool) -> Tensor:
     return torch.randn(n, rank, dtype=dtype) @ torch.randn(rank, n, dtype=dtype)
 
 
-RANKS = [(n, n - lost) for n in (1, 2, 3, 4) for lost in (0, 1, 2) if lost <= n]
+RANKS = [(n, n - lost) for n in (1, 2, 3, 4) for lost in (0, 1, 2, 3) if lost <= n]
 
 
 def gradient_of_det(A: Tensor) -> Tensor:
@@ -186,14 +203,14 @@ def test_every_derivative_of_a_determinant(n: int, rank: int, zeros: bool) -> No
     """
     A = of_rank(n, rank, torch.float64, zeros)
     ours, exact = gradient_of_det, torch.func.jacrev(by_permutations)
-    for _ in range(3):
+    for _ in range(3 if n - rank < 3 else 2):
         assert_close(ours(A), exact(A), rtol=1e-7, atol=1e-9)
         ours, exact = torch.func.jacfwd(ours), torch.func.jacfwd(exact)
 
 
 @by_dtype
 @pytest.mark.parametrize("zeros", [False, True], ids=["", "zero pivots"])
-@pytest.mark.parametrize(("n", "rank"), [*RANKS, (4, 1), (3, 0)])
+@pytest.mark.parametrize(("n", "rank"), RANKS)
 def test_the_tangent_of_a_determinant(n: int, rank: int, zeros: bool, dtype: torch.dtype) -> None:
     """PyTorch's is zero at zero pivots."""
     A, T = of_rank(n, rank, dtype, zeros), torch.randn(n, n, dtype=dtype)

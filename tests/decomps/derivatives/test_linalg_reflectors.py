@@ -239,3 +239,16 @@ def test_linear_double_backward(shape: tuple[int, ...]) -> None:
         found = ops.linear_double_backward(given, *xs)
         assert_close(found, expected, **TIGHT)
     assert ops.linear_double_backward([None] * 3, *xs) == (None,) * 3
+
+
+def test_a_distance_of_nothing() -> None:
+    """Has a gradient of zero, and so have its gradients."""
+    x1 = torch.randn(3, 2, dtype=torch.float64)
+    x2 = torch.stack([x1[0], x1[2] + 1])
+    g, res = torch.randn(3, 2, dtype=torch.float64), torch.cdist(x1, x2)
+    leaves = [v.requires_grad_() for v in (g, x1, x2, res)]
+    found = ops._euclidean_dist_backward(*leaves)
+    again = torch.autograd.grad(found, leaves, [torch.ones_like(v) for v in found])
+    assert res[0, 0] == 0
+    assert all(v.isfinite().all() for v in (*found, *again))
+    assert again[0][0, 0] == again[3][0, 0] == 0

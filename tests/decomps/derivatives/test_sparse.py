@@ -91,6 +91,10 @@ def test_sampled_addmm(dtype: torch.dtype) -> None:
     grad.values().copy_(torch.randn(len(grad.values()), dtype=dtype))
     for alpha, beta in ((1, 1), (0.5, 0.25)):
         check(aten.sparse_sampled_addmm.default, (C, A, B), grad, beta=beta, alpha=alpha)
+    everywhere, args = torch.randn(2, 4, dtype=dtype), {"self": C, "mat1": A, "mat2": B}
+    found = vjp(aten.sparse_sampled_addmm)((everywhere,), args, C, ["mat1", "mat2"])
+    there = everywhere * (C.to_dense() != 0)
+    assert_close(found, {"mat1": there @ B.mH, "mat2": A.mH @ there})
 
 
 @by_dtype
