@@ -19,7 +19,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from normpass.decomps import registry
 from normpass.decomps.table.derivatives_yaml import DEFAULT, Entry, entries
 from normpass.decomps.table.formulas import EACH, Formula, NoFormula, as_tensor, compiled
-from normpass.decomps.table.own_rows import functional, with_own
+from normpass.decomps.table.own_rows import of_functional, with_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -402,7 +402,9 @@ def row_of(op: OpOverload | OpOverloadPacket, dispatch_key: str = DEFAULT) -> Ro
         op = next(rows, overloads[0])
     if not isinstance(op, OpOverload):
         raise TypeError(f"expected an operator, such as torch.ops.aten.mul.Tensor; found {op!r}")
-    by_key = entries().get(_name(op)) or functional(_name(op), [r.name for r in op._schema.returns])
+    by_key = entries().get(_name(op)) or of_functional(
+        _name(op), [r.name for r in op._schema.returns]
+    )
     if not by_key or dispatch_key not in by_key:
         raise _no_row(op)
     return Row(op, with_own(by_key[dispatch_key]))

@@ -144,6 +144,12 @@ class _Nodes(torch.nn.Module):
         return fx.Interpreter(self.gm).run(*args, enable_io_processing=False)
 
 
+# What is left where nobody asks for a derivative, and the operator that has one.
+_FOR_DERIVATIVES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._embedding_bag_forward_only.default: torch.ops.aten._embedding_bag.default
+}
+
+
 class _Decomposed(fx.Interpreter):
     """A graph in which some results have other strides than when it was traced."""
 
@@ -158,7 +164,8 @@ def _decompositions(
     tried: Collection[OpOverload],
 ) -> dict[OpOverload, Callable[..., Any]]:
     """What those operators of a graph are made of that have no derivative themselves."""
-    table = {**decomposition_table, **by_op("autograd")}
+    table: dict[Any, Callable[..., Any]] = {**decomposition_table}
+    table |= {**by_op("autograd"), **_FOR_DERIVATIVES}
     return {
         node.target: table[node.target]
         for node in gm.graph.nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from normpass.decomps.table.derivatives_yaml import Entry, entries
+from normpass.decomps.table.derivatives_yaml import DEFAULT, Entry, entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,6 +76,19 @@ OWN: dict[str, dict[tuple[str, ...], str]] = {
 }
 
 
+# Rows that upstream has in C++ alone, or of what functionalization makes of a write.
+ADDED = {
+    "copy": Entry(
+        "copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor",
+        {
+            ("self",): "zeros_like(grad)",
+            ("src",): "grad",
+            ("result",): "copy(zeros_like(self_p), src_t)",
+        },
+    )
+}
+
+
 def with_own(entry: Entry) -> Entry:
     """A row with what this file says instead."""
     own = OWN.get(entry.op)
@@ -84,12 +97,15 @@ def with_own(entry: Entry) -> Entry:
     return Entry(entry.schema, {**entry.fields, **own}, entry.differentiable)
 
 
-def functional(name: str, results: Sequence[str]) -> Mapping[str, Entry]:
+def of_functional(name: str, results: Sequence[str]) -> Mapping[str, Entry]:
     """The rows, by dispatch key, of an operator that returns what another writes to its arguments,
-    as functionalization has it: those of the other. What is written has no derivative.
+    as functionalization has it: those of the other. What is written has no derivative, but where
+    it is the only result.
 
     results: their names, those that are written being called running_mean_out and the like.
     """
+    if name in ADDED:
+        return {DEFAULT: ADDED[name]}
     base, is_functional, overload = name.partition("_functional")
     rows = entries().get(base + overload, {}) if is_functional else {}
     written = tuple(not result.endswith("_out") for result in results)
