@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normpass.decomps.registry import UnknownRule
-from normpass.decomps.table.binding import Row, jvp, row_of, vjp
+from normpass.decomps.table.binding import jvp, vjp
 from normpass.decomps.table.formulas import NoFormula
+from normpass.decomps.table.rows import Row, row_of
 from normpass.decomps.torch_versions import GROUP_MEAN_ALONE_IS_LOST
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ def linalg_solve_backward(
     vector = _is_vector(A, X)
     X, gX = _columns(X, vector), _columns(gX, vector)
     if is_differentiated((gX, X, A)) or not is_concrete(A):
-        gB = torch.linalg.solve(A.mH, gX, left=left)
+        gB = torch.linalg.solve_ex(A.mH, gX, left=left).result
     else:
         gB = torch.linalg.lu_solve(LU, pivots, gX, left=left, adjoint=True)
     gA = -(gB @ X.mH if left else X.mH @ gB)
@@ -116,7 +116,7 @@ def solve_jvp(X: Tensor, A: Tensor, dA: Tangent, dB: Tangent) -> Tensor:
     dX = _columns(dB, vector) - dA @ _columns(X, vector)
     if absent(dX):
         return dX
-    dX = torch.linalg.solve(A, dX)
+    dX = torch.linalg.solve_ex(A, dX).result
     return dX.squeeze(-1) if vector else dX
 
 

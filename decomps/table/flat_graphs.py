@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from normpass.decomps.registry import by_op, decompositions
-from normpass.decomps.table.binding import is_number
+from normpass.decomps.table.rows import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

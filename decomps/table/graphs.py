@@ -18,8 +18,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from normpass.decomps.registry import UnknownRule, by_op
-from normpass.decomps.table.binding import Row, is_number, jvp, row_of, vjp
+from normpass.decomps.table.binding import jvp, vjp
 from normpass.decomps.table.flat_graphs import Flat
+from normpass.decomps.table.rows import Row, is_number, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,7 +10,8 @@ from normpass.decomps.table.derivatives_yaml import DEFAULT, Entry, entries
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_TRACE = "linalg_solve(A_p, A_t).diagonal(0, -2, -1).sum(-1)"
+# Of a matrix without an inverse infinite, and no error.
+_TRACE = "std::get<0>(linalg_solve_ex(A_p, A_t)).diagonal(0, -2, -1).sum(-1)"
 
 # Operator -> the fields that take the place of upstream's.
 OWN: dict[str, dict[tuple[str, ...], str]] = {
@@ -54,7 +55,10 @@ OWN: dict[str, dict[tuple[str, ...], str]] = {
         )
     },
     "_linalg_slogdet": {
-        ("sign", "logabsdet"): f"{{sign * ({_TRACE} - real({_TRACE})), real({_TRACE})}}"
+        ("sign", "logabsdet"): (
+            f"{{sign.is_complex() ? sign * ({_TRACE} - real({_TRACE})) : zeros_like(sign), "
+            f"real({_TRACE})}}"
+        )
     },
     "_linalg_solve_ex": {
         ("result",): (

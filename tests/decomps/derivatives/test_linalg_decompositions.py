@@ -308,3 +308,22 @@ def test_the_tangent_of_a_cholesky_inverse(upper: bool, dtype: torch.dtype) -> N
         dual = forward_ad.make_dual(L, T)
         theirs = forward_ad.unpack_dual(torch.cholesky_inverse(dual, upper)).tangent
     assert not torch.allclose(theirs, found, rtol=1e-3)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_systems_without_a_solution_raise_nothing(left: bool) -> None:
+    """As the operators themselves, which say so in a result."""
+    S = torch.ones(2, 2, dtype=torch.float64)
+    T = torch.tensor([[1.0, -0.5], [2.0, 0.3]], dtype=torch.float64)
+    sign, logabsdet, *rest = aten._linalg_slogdet(S)
+    along = jvp(aten._linalg_slogdet)({"A": T}, (S,), (sign, logabsdet, *rest))
+    assert along[0] == 0
+    assert not along[1].isfinite()
+    results = aten._linalg_solve_ex(S, T, left=left)
+    args = {"A": S, "B": T, "left": left}
+    assert not jvp(aten._linalg_solve_ex)({"A": T}, args, results)[0].isfinite().all()
+
+    def gradient(T: Tensor) -> Tensor:
+        return vjp(aten._linalg_solve_ex)((T, None, None, None), args, results)["A"]
+
+    assert not make_fx(gradient)(T)(T).isfinite().all()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from normpass.decomps.table.binding import Vjp, row_of
+from normpass.decomps.table.binding import Vjp
+from normpass.decomps.table.rows import row_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 
 import normpass
 from normpass.decomps.registry import UnknownRule
-from normpass.decomps.table.binding import Jvp, jvp, row_of, vjp
+from normpass.decomps.table.binding import Jvp, jvp, vjp
 from normpass.decomps.table.derivatives_yaml import DEFAULT, entries
 from normpass.decomps.table.formulas import NoFormula
+from normpass.decomps.table.rows import row_of
 from normpass.decomps.torch_versions import GROUP_MEAN_ALONE_IS_LOST, RELEASE
 
 if TYPE_CHECKING:
