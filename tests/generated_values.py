@@ -94,7 +94,8 @@ def _check_differences(
         ends.append(
             function(*(m if isinstance(a, list) else m[0] for m, a in zip(moved, at, strict=True)))
         )
-    assert_close((ends[0] - ends[1]) / (2 * h), expected, rtol=1e-6, atol=1e-7)
+    for a, b, value in zip(*map(tree_leaves, (*ends, expected)), strict=True):
+        assert_close((a - b) / (2 * h), value, rtol=1e-6, atol=1e-7)
 
 
 def _arguments_of(given: Sample) -> list[str]:

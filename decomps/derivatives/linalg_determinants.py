@@ -113,11 +113,22 @@ def linalg_det_backward(
     return (grad * product.conj())[..., None, None] * inverse
 
 
+def _factored(A: Tensor) -> dict[str, Any]:
+    """A matrix without small eigenvalues, its determinants, and LU of its transpose if it is real."""
+    A = A + 4 * torch.eye(A.shape[-1], dtype=A.dtype)
+    det, LU, pivots = torch.ops.aten._linalg_det(A)
+    sign = torch.linalg.slogdet(A).sign
+    factors = {"LU": LU, "pivots": pivots, "use_A_T": not A.is_complex()}
+    return {"A": A, "det": det, "sign": sign, **factors}
+
+
 @manual(
     "dA: *b n n, det: *b, LU: *b n n, pivots: *b n -> ddet: *b",
-    of="_linalg_det",
+    sample=_factored,
+    of=lambda A: torch.linalg.det(A),
     why="a pivot that is zero is made as small as its rounding, and the determinant with it: their "
-    "product is adj(A), where upstream's is zero. No further derivative goes through LU",
+    "product is adj(A), where upstream's is zero. No further derivative goes through LU: our row does "
+    "without (own_rows.py)",
 )
 def linalg_det_jvp(dA: Tangent, det: Tensor, LU: Tensor, pivots: Tensor, use_A_T: bool) -> Tensor:
     """dy = det(A) tr(A^-1 dA)"""
@@ -150,9 +161,9 @@ def slogdet_backward(
 @manual(
     "LU: *b n n, pivots: *b n, dA: *b n n, sign: *b -> dsign: *b, dlogabsdet: *b",
     results=(Result(like("sign"), None), Result(_real_of_sign, None)),
-    of="_linalg_slogdet",
-    sample=lambda A: {"A": A + 4 * torch.eye(A.shape[-1], dtype=A.dtype)},
-    why="no further derivative goes through LU",
+    sample=_factored,
+    of=lambda A: tuple(torch.linalg.slogdet(A)),
+    why="no further derivative goes through LU: our row does without (own_rows.py)",
 )
 def slogdet_jvp(
     LU: Tensor, pivots: Tensor, dA: Tangent, sign: Tensor, use_A_T: bool
