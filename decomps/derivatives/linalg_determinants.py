@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -114,7 +114,7 @@ def linalg_det_backward(
 
 
 def _factored(A: Tensor) -> dict[str, Any]:
-    """A matrix without small eigenvalues, its determinants, and LU of its transpose if it is real."""
+    """A matrix without small eigenvalues, its determinants, LU of its transpose if it is real."""
     A = A + 4 * torch.eye(A.shape[-1], dtype=A.dtype)
     det, LU, pivots = torch.ops.aten._linalg_det(A)
     sign = torch.linalg.slogdet(A).sign
@@ -127,8 +127,8 @@ def _factored(A: Tensor) -> dict[str, Any]:
     sample=_factored,
     of=lambda A: torch.linalg.det(A),
     why="a pivot that is zero is made as small as its rounding, and the determinant with it: their "
-    "product is adj(A), where upstream's is zero. No further derivative goes through LU: our row does "
-    "without (own_rows.py)",
+    "product is adj(A), where upstream's is zero. No further derivative goes through LU: our "
+    "row does without (own_rows.py)",
 )
 def linalg_det_jvp(dA: Tangent, det: Tensor, LU: Tensor, pivots: Tensor, use_A_T: bool) -> Tensor:
     """dy = det(A) tr(A^-1 dA)"""
