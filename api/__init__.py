@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from normpass.backend.entry import fuse
     from normpass.backend.explain import Report, explain
-    from normpass.decomps.activate import unregister
+    from normpass.decomps.activation import unregister
     from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
     from normpass.decomps.table.binding import jvp, vjp
     from normpass.decomps.table.graphs import grad_graph, jvp_graph
@@ -57,7 +57,7 @@ _HOME = {
     "jvp": "normpass.decomps.table.binding",
     "jvp_graph": "normpass.decomps.table.graphs",
     "rules": "normpass.decomps.registry",
-    "unregister": "normpass.decomps.activate",
+    "unregister": "normpass.decomps.activation",
     "vjp": "normpass.decomps.table.binding",
 }
 
@@ -81,9 +81,9 @@ def register(eager: bool = False, running_stats: str = "error") -> None:
     """
     from normpass.backend import inductor_mistakes
     from normpass.backend.entry import fusion_pass
-    from normpass.decomps import activate
+    from normpass.decomps import activation
 
-    activate.register(
+    activation.register(
         eager=eager,
         running_stats=running_stats,
         post_grad_pass=fusion_pass(),
@@ -96,9 +96,9 @@ def registered(eager: bool = False, running_stats: str = "error") -> Iterator[No
     """`register()` for the length of a `with` block; what was registered before stays so."""
     from normpass.backend import inductor_mistakes
     from normpass.backend.entry import fusion_pass
-    from normpass.decomps import activate
+    from normpass.decomps import activation
 
-    with activate.registered(
+    with activation.registered(
         eager=eager,
         running_stats=running_stats,
         post_grad_pass=fusion_pass(),

@@ -43,8 +43,8 @@ from normpass.backend.options import Options
 from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import digest, registry
-from normpass.decomps.activate import is_registered, without_ours
-from normpass.decomps.inductor_state import as_tuple
+from normpass.decomps.activation import is_registered, without_ours
+from normpass.decomps.activation.inductor_state import as_tuple
 from normpass.passes import faults, saved
 from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
 

@@ -86,7 +86,7 @@ def compile_both(args: tuple[Tensor, ...], backend: Any = "inductor") -> dict[st
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
-    from normpass.decomps.activate import is_registered
+    from normpass.decomps.activation import is_registered
 
     if is_registered():
         raise RuntimeError("stock torch cannot be measured while normpass is registered")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.decomps.levels import below
+from normpass.decomps.activation.levels import below
 
 if TYPE_CHECKING:
     from torch import Tensor

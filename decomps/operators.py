@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from normpass.decomps.levels import is_wrapped
+from normpass.decomps.activation.levels import is_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

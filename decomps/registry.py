@@ -181,8 +181,8 @@ def decomposition(
 
     `op` may be a string such as "aten.batch_norm_backward.default" where some supported version of
     torch lacks the operator: there the rule does not exist. autograd: the formula is what the
-    operator is for autograd too, at higher orders (decomps/kernels.py), with these constants among
-    its results.
+    operator is for autograd too, at higher orders (decomps/activation/kernels.py), with these
+    constants among its results.
     """
 
     def decorate(formula: F) -> F:

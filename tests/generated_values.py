@@ -20,7 +20,7 @@ from stand_ins import replaced
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from normpass.decomps.activate import registered
+from normpass.decomps.activation import registered
 from normpass.decomps.buffers import RUNNING_STATISTICS_NOT_BATCHED
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from normpass.benchmarks.cases import (
     spell,
 )
 from normpass.benchmarks.models import MODELS, build, digits
-from normpass.decomps.activate import is_registered
+from normpass.decomps.activation import is_registered
 
 if TYPE_CHECKING:
     from pathlib import Path

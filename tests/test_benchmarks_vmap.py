@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 import normpass
 from normpass.benchmarks import bench, vmap
 from normpass.benchmarks.measure import peak_bytes
-from normpass.decomps.activate import is_registered
+from normpass.decomps.activation import is_registered
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import Any
 
 import orders
 
-from normpass.decomps.activate import is_registered, register
+from normpass.decomps.activation import is_registered, register
 
 
 def third_order() -> str:

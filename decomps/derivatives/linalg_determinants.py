@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.decomps.activation.levels import constant
 from normpass.decomps.conventions import Result, absent, like
 from normpass.decomps.derivatives.linalg_spectra import diagonal, imaginary
-from normpass.decomps.levels import constant
 from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.operators import is_concrete, is_differentiated

@@ -12,7 +12,7 @@ from samples import Sample, sample
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
-from normpass.decomps.activate import registered
+from normpass.decomps.activation import registered
 from normpass.decomps.registry import rules
 
 if TYPE_CHECKING:

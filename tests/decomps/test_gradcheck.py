@@ -20,7 +20,7 @@ from gradchecks import MODES, Compiled, Problem
 from samples import elementwise, sample
 from torch.testing._internal import common_methods_invocations as database
 
-from normpass.decomps.activate import registered
+from normpass.decomps.activation import registered
 from normpass.decomps.registry import Rule, rules
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import orders
 import pytest
 import torch
 
-from normpass.decomps.activate import registered
-from normpass.decomps.levels import needs_composition
+from normpass.decomps.activation import registered
+from normpass.decomps.activation.levels import needs_composition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +87,7 @@ def test_eager_mode_asks_for_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
         raise AssertionError("a rule was consulted in eager mode")
 
-    monkeypatch.setattr("normpass.decomps.kernels.needs_composition", fail)
+    monkeypatch.setattr("normpass.decomps.activation.kernels.needs_composition", fail)
     x = orders.fixed(*orders.SHAPE)
     orders.MIXES["jvp"](orders.NORMS["layer_norm"][0]())(x)
 

@@ -11,7 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jvp
 
-from normpass.decomps.activate import registered
+from normpass.decomps.activation import registered
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from normpass.decomps.activate import registered
+from normpass.decomps.activation import registered
 from normpass.decomps.registry import find_op
 
 if TYPE_CHECKING:

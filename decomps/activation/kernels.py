@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey
 
-from normpass.decomps.levels import (
+from normpass.decomps.activation.levels import (
     BatchLevel,
     constant,
     may_be_differentiated,

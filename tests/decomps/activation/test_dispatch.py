@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch.func import grad, vmap
 
-from normpass.decomps.activate import register, registered, unregister
+from normpass.decomps.activation import register, registered, unregister
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def test_what_another_library_entered_meanwhile_stays() -> None:
 
 WITHOUT_RULES = """
 import torch
-from normpass.decomps.activate import register, unregister
+from normpass.decomps.activation import register, unregister
 register(); unregister()
 norm = torch.nn.LayerNorm(5)
 function = lambda v: torch.func.jvp(norm, (v,), (v * v,))[1]

@@ -10,8 +10,13 @@ import torch
 from torch._inductor import config, decomposition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from normpass.decomps import inductor_state
-from normpass.decomps.activate import is_registered, register, registered, unregister
+from normpass.decomps.activation import (
+    inductor_state,
+    is_registered,
+    register,
+    registered,
+    unregister,
+)
 from normpass.decomps.registry import decompositions
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import workers
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, vmap
 
-from normpass.decomps import eager
-from normpass.decomps.activate import is_registered, register, registered, unregister
+from normpass.decomps.activation import eager, is_registered, register, registered, unregister
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:

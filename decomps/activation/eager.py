@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.kernels import batched, positional, with_constants
-from normpass.decomps.levels import in_forward_mode, in_transform, needs_composition_of
+from normpass.decomps.activation.kernels import batched, positional, with_constants
+from normpass.decomps.activation.levels import in_forward_mode, in_transform, needs_composition_of
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ What is changed, and put back by `unregister`, in the order of its use by torch.
                         backend
     eager.py            the same in eager mode, for register(eager=True) alone
     inductor_state.py   Inductor's decompositions, and our pass after those of other libraries
+    kernels.py, levels.py
+                        rules as the dispatcher calls them, and the levels of torch.func
 
 Torch is imported only when something is registered.
 
@@ -19,7 +21,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from normpass.decomps.inductor_state import (
+from normpass.decomps.activation.inductor_state import (
     PassPatch,
     Place,
     TablePatch,
@@ -30,9 +32,9 @@ from normpass.decomps.inductor_state import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from normpass.decomps.dispatch import TracingRules
-    from normpass.decomps.eager import EagerRules
-    from normpass.decomps.inductor_state import GraphPass
+    from normpass.decomps.activation.dispatch import TracingRules
+    from normpass.decomps.activation.eager import EagerRules
+    from normpass.decomps.activation.inductor_state import GraphPass
 
     # Changes something more of torch's, and returns what puts it back.
     Also = Callable[[], Callable[[], None]]
@@ -193,7 +195,7 @@ class _Installed:
 
     @classmethod
     def install(cls) -> _Installed:
-        from normpass.decomps.dispatch import TracingRules
+        from normpass.decomps.activation.dispatch import TracingRules
         from normpass.decomps.registry import decompositions
 
         place = Place()
@@ -210,7 +212,7 @@ class _Installed:
     def in_eager_mode(self, wanted: bool) -> None:
         """Puts the rules of eager mode in, or takes them out."""
         if wanted and self.eager is None:
-            from normpass.decomps.eager import EagerRules
+            from normpass.decomps.activation.eager import EagerRules
 
             self.eager = EagerRules.apply()
         elif self.eager is not None and not wanted:

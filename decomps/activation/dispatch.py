@@ -27,14 +27,14 @@ from torch._C import DispatchKey
 from torch._ops import resolve_key
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from normpass.decomps.kernels import batched, derived
+from normpass.decomps.activation.kernels import batched, derived
 from normpass.decomps.registry import by_op
 from normpass.decomps.zero_tensors import recorded
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-    from normpass.decomps.kernels import Function
+    from normpass.decomps.activation.kernels import Function
 
     Key = DispatchKey | type[ProxyTorchDispatchMode]
 
