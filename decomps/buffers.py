@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from normpass.decomps.activation.levels import below
+from normpass.decomps.activation.torch_internals import AutoDispatchBelowAutograd
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,5 +31,5 @@ def assign(buffer: Tensor, value: Tensor, refusal: str) -> None:
     Raises RuntimeError(refusal) where a level of vmap has batched the value and not the buffer.
     """
     # Below autograd too: in forward mode even a detached value has a tangent.
-    with below(buffer, value, refusal) as (to, plain), torch._C._AutoDispatchBelowAutograd():
+    with below(buffer, value, refusal) as (to, plain), AutoDispatchBelowAutograd():
         to.copy_(plain)

@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-# Says which memory format empty_like would keep, sliced and permuted inputs included: the C++
-# Tensor::suggest_memory_format has no public Python name. Checked on torch 2.13.0.
-from torch._prims_common import suggest_memory_format
-
+from normpass.decomps.activation.torch_internals import suggest_memory_format
 from normpass.decomps.neutral import ONE, ZERO
 from normpass.decomps.torch_versions import dtypes
 

@@ -12,14 +12,22 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from normpass.decomps.activation.levels import is_wrapped
+from normpass.decomps.activation.levels import in_forward_mode, is_wrapped
+from normpass.decomps.activation.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    SetExcludeDispatchKeyGuard,
+    after_autograd_keyset,
+    is_excluded,
+    len_torch_dispatch_stack,
+    tree_leaves,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch._ops import OpOverload
+    from normpass.decomps.activation.torch_internals import OpOverload
 
 _library = torch.library.Library("normpass", "FRAGMENT")
 
@@ -31,11 +39,11 @@ def define(schema: str, function: Callable[..., Any]) -> OpOverload:
     base, _, overload = name.partition(".")
     op: OpOverload = getattr(getattr(torch.ops.normpass, base), overload or "default")
 
-    def differentiable(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def differentiable(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # Nested tensors have no kernels below autograd, neither these nor those of the subclass.
-        if keyset.has(torch._C.DispatchKey.AutogradNestedTensor) or is_differentiated(args):
+        if keyset.has(DispatchKey.AutogradNestedTensor) or is_differentiated(args):
             return function(*args, **kwargs)
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        return op.redispatch(keyset & after_autograd_keyset, *args, **kwargs)
 
     _library.impl(name, _with_lazy_tensors(function), "CompositeExplicitAutograd")
     _library.impl(name, function, "FuncTorchBatched")
@@ -43,7 +51,7 @@ def define(schema: str, function: Callable[..., Any]) -> OpOverload:
     return op
 
 
-_LAZY = tuple(getattr(torch._C.DispatchKey, key) for key in ("Conjugate", "Negative", "ZeroTensor"))
+_LAZY = tuple(getattr(DispatchKey, key) for key in ("Conjugate", "Negative", "ZeroTensor"))
 
 
 def _with_lazy_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,12 +63,12 @@ def _with_lazy_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        excluded = [k for k in _LAZY if torch._C._dispatch_tls_is_dispatch_key_excluded(k)]
+        excluded = [k for k in _LAZY if is_excluded(k)]
         if not excluded:
             return function(*args, **kwargs)
         with contextlib.ExitStack() as guards:
             for key in excluded:
-                guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+                guards.enter_context(SetExcludeDispatchKeyGuard(key, False))
             return function(*args, **kwargs)
 
     return kernel
@@ -68,7 +76,7 @@ def _with_lazy_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_concrete(value: torch.Tensor) -> bool:
     """Whether a tensor's numbers may be asked for: in eager mode, below no transform."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    traced = torch.compiler.is_compiling() or len_torch_dispatch_stack() > 0
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
     return plain and not traced and not is_wrapped(value)
 
@@ -78,4 +86,4 @@ def is_differentiated(args: tuple[Any, ...]) -> bool:
     tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return torch.autograd.forward_ad._current_level >= 0 or any(map(is_wrapped, tensors))
+    return in_forward_mode() or any(map(is_wrapped, tensors))

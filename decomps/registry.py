@@ -14,8 +14,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
+from normpass.decomps.activation.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    parse_schema,
+)
 from normpass.decomps.conventions import with_conventions
 from normpass.decomps.operators import define
 from normpass.decomps.slopes import Elementwise
@@ -224,7 +228,7 @@ def formula(
     the tests need to know (`Rule`). The formula is torch.ops.normpass.<name> too, and that
     operator's decomposition. The decorated name stays the bare formula.
     """
-    parsed = torch._C.parse_schema(f"normpass::{schema}")
+    parsed = parse_schema(f"normpass::{schema}")
     name = schema.partition("(")[0]
 
     def decorate(bare: F) -> F:

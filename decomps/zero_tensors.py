@@ -8,9 +8,6 @@ expanded zero and cannot be written: "expected device cpu but got meta" and "mor
 of the written-to tensor refers to a single memory location". With a second level of derivatives
 any product of the kind (x.sum() * v).sum() fails so, in torch 2.13. Here they are written with what
 fake tensors see, and graphs record zeros with memory.
-
-get_proxy_slot and track_tensor are private; they have these names in torch 2.11, 2.13 and 2.15
-(all three were run).
 """
 
 from __future__ import annotations
@@ -18,8 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DispatchKey
 
+from normpass.decomps.activation.torch_internals import (
+    ZERO_TENSOR,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+)
 from normpass.decomps.registry import find_op, register_rule
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def linalg_cross(self: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
 def _viewed(op: Any) -> Callable[..., Tensor]:
     def view(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """A view of a zero is a zero, as the kernels that fake tensors have for other views say."""
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(DispatchKey.ZeroTensor)):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(ZERO_TENSOR)):
             viewed: Tensor = op(self, *args, **kwargs)
         return viewed
 
@@ -138,7 +139,7 @@ def recorded(mode: ProxyTorchDispatchMode, size: Any, **kwargs: Any) -> Tensor:
     under Inductor and under aot_eager (the jvp of torch.ldexp in its first argument).
     """
     # Imported late: with it, listing the rules would take a second.
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor
+    from normpass.decomps.activation.torch_internals import get_proxy_slot, track_tensor
 
     zero: Tensor = aten._efficientzerotensor(size, **kwargs)
     with mode:

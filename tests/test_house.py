@@ -12,8 +12,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import normpass
+from normpass.decomps.activation import torch_internals
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("decomps", "passes", "backend")
@@ -93,6 +95,108 @@ def test_a_wrong_import_is_found(stage: str, statement: str) -> None:
 def test_a_right_import_is_not_found() -> None:
     source = "import torch\nfrom normpass.decomps.registry import rules\nimport normpass.passes.x"
     assert not trespasses("backend", source)
+
+
+# The one module of decomps that may name what is private in torch.
+INTERNALS = "decomps/activation/torch_internals.py"
+# Attributes that begin with an underscore, are not ours and need no look at the version.
+KNOWN_ATTRIBUTES = {
+    "_schema": "an operator's schema: there since operators are objects, and all of torch reads it",
+    "_overloadname": "the overload's name beside it",
+    "_is_zerotensor": "an operator of ATen, as a method",
+    "_nested_tensor_size": "another",
+    "_ragged_idx": "of torch.nested's tensors: derivatives/nested.py alone",
+    "_rename": "of fx.Node, as fx's own documentation of transformations has it",
+}
+
+
+def private_names_of_torch(source: str) -> set[str]:
+    """The private names of torch that run in a file: imports, attributes of torch, and attributes
+    of anything else that begin with an underscore and are not defined by us.
+    """
+    tree = ast.parse(source)
+    unrun = {  # what is imported for annotations alone
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in unrun:
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {name for name in imported_names(ast.unparse(node)) if is_private(name)}
+        elif isinstance(node, ast.Attribute) and is_private_attribute(node):
+            found.add(ast.unparse(node))
+    return found
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name of torch's goes through something private, or is in the table."""
+    parts = name.split(".")
+    listed = {each.path for each in torch_internals.INTERNALS.values()}
+    return parts[0] == "torch" and (name in listed or any(p.startswith("_") for p in parts))
+
+
+def is_private_attribute(node: ast.Attribute) -> bool:
+    name, owner = node.attr, ast.unparse(node.value)
+    attributes = {"py_kernels", "python_key_table"}
+    if name in attributes:
+        return True
+    if not name.startswith("_") or name.startswith("__") or name in KNOWN_ATTRIBUTES:
+        return False
+    if owner in ("self", "cls") or name in OUR_PRIVATE_NAMES:
+        return False
+    # Operators of ATen whose names begin so: torch._efficientzerotensor, aten._to_copy.
+    operators = owner in ("torch", "aten", "torch.ops.aten")
+    return not (operators and (hasattr(torch.ops.aten, name) or name == "_VF"))
+
+
+OUR_PRIVATE_NAMES = {
+    name
+    for file in sources("decomps")
+    for node in ast.walk(ast.parse(file.read_text()))
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and (name := node.name).startswith("_")
+}
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    found = {
+        name: private
+        for file in sources("decomps")
+        if (name := str(file.relative_to(ROOT))) != INTERNALS
+        if (private := private_names_of_torch(file.read_text()))
+    }
+    assert not found, f"private names of torch belong into {INTERNALS}: {found}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from torch._C import DispatchKey",
+        "import torch._inductor.decomposition",
+        "def f():\n    from torch._inductor import config",
+        "from torch.fx.experimental.proxy_tensor import track_tensor",
+        "torch._C._functorch.get_unwrapped(x)",
+        "torch.autograd.forward_ad._current_level",
+        "op._dispatch_cache.clear()",
+        "op.py_kernels[key] = f",
+        "library._destroy()",
+    ],
+)
+def test_a_private_name_is_found(statement: str) -> None:
+    assert private_names_of_torch(statement)
+
+
+def test_what_is_not_private_is_not_found() -> None:
+    source = """
+        from torch.fx.experimental.proxy_tensor import make_fx
+        if TYPE_CHECKING:
+            from torch._ops import OpOverload
+        aten._to_copy(torch._efficientzerotensor(self._shape)), op._schema, torch.__version__
+        """
+    assert not private_names_of_torch(textwrap.dedent(source))
 
 
 def test_no_file_is_long() -> None:

@@ -8,6 +8,8 @@ What is changed, and put back by `unregister`, in the order of its use by torch.
     inductor_state.py   Inductor's decompositions, and our pass after those of other libraries
     kernels.py, levels.py
                         rules as the dispatcher calls them, and the levels of torch.func
+    torch_internals.py  every private name of torch that the rules use: what depends on one that a
+                        version of torch lacks is left out, with a warning that says so
 
 Torch is imported only when something is registered.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +115,8 @@ def register(
     also: called once with the rules installed, for what a later stage changes in torch; what it
     returns is called when they are taken out.
 
-    Raises ValueError for an unknown running_stats.
+    Raises ValueError for an unknown running_stats. Warns (RuntimeWarning) of private names that
+    this torch lacks, and leaves out what depends on them.
     """
     _check(running_stats)
     with _STATE.lock:
@@ -186,35 +190,53 @@ def _check(running_stats: str) -> None:
 class _Installed:
     """What is installed, with all that is needed to take it out again."""
 
-    tables: list[TablePatch]
+    left_out: frozenset[str]
     place: Place
-    passes: PassPatch
-    rules: TracingRules
+    tables: list[TablePatch]
+    passes: PassPatch | None
+    rules: TracingRules | None
     eager: EagerRules | None = None
     undo_also: Callable[[], None] | None = None
 
     @classmethod
     def install(cls) -> _Installed:
-        from normpass.decomps.activation.dispatch import TracingRules
-        from normpass.decomps.registry import decompositions
+        from normpass.decomps.activation import torch_internals as internals
 
-        place = Place()
-        with contextlib.ExitStack() as undo:
-            rules = TracingRules.apply()
-            undo.callback(rules.revert)
-            # The configuration first: it is what another version of torch may not have.
-            passes = PassPatch.apply(place)
+        lacking = internals.missing()
+        if lacking:
+            warnings.warn(internals.warning_of(lacking), RuntimeWarning, stacklevel=5)
+        left_out = internals.left_out(lacking)
+        installed = cls(left_out, Place(), [], None, None)
+        try:
+            installed._put_in()
+        except BaseException:
+            installed.uninstall()
+            raise
+        return installed
+
+    def _put_in(self) -> None:
+        from normpass.decomps.activation import torch_internals as internals
+
+        if internals.TRACES not in self.left_out:
+            from normpass.decomps.activation.dispatch import TracingRules
+
+            self.rules = TracingRules.apply(self.left_out)
+        if internals.PASS not in self.left_out:
+            self.passes = PassPatch.apply(self.place)
+        if internals.TABLE not in self.left_out:
+            from normpass.decomps.registry import decompositions
+
             ours = decompositions()
-            tables = [TablePatch.apply(table, ours) for table in inductor_tables()]
-            undo.pop_all()
-        return cls(tables, place, passes, rules)
+            self.tables += [TablePatch.apply(table, ours) for table in inductor_tables()]
 
     def in_eager_mode(self, wanted: bool) -> None:
         """Puts the rules of eager mode in, or takes them out."""
-        if wanted and self.eager is None:
+        from normpass.decomps.activation import torch_internals as internals
+
+        if wanted and self.eager is None and internals.EAGER not in self.left_out:
             from normpass.decomps.activation.eager import EagerRules
 
-            self.eager = EagerRules.apply()
+            self.eager = EagerRules.apply(self.left_out)
         elif self.eager is not None and not wanted:
             self.eager.revert()
             self.eager = None
@@ -230,12 +252,14 @@ class _Installed:
     def uninstall(self) -> None:
         self.with_also(None)
         self.in_eager_mode(False)
-        self.rules.revert()
+        if self.rules is not None:
+            self.rules.revert()
         self.place.active = False
-        self.passes.revert()
+        if self.passes is not None:
+            self.passes.revert()
         # A copy that Inductor cached in the meantime holds what its original held.
         known = {id(patch.table): patch for patch in self.tables}
-        for table in inductor_tables():
+        for table in inductor_tables() if self.tables else ():
             patch = known.get(id(table), self.tables[0])
             patch.revert(table)
 

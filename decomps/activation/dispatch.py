@@ -10,39 +10,35 @@ an operator's `py_kernels` before its C++ kernels. Three keys get entries:
     FuncTorchBatched   Operators with a batching rule of ours, instead of functorch's.
     ZeroTensor         What fake tensors must see of tangents that are zero (zero_tensors.py), and,
                        at the mode that records a graph, what it has for them.
-
-py_kernels, python_key_table, _dispatch_cache and _op_dk are private; they have these names in torch
-2.11, 2.13 and 2.15 (all three were run).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._inductor.decomposition  # enters torch's own rules, for `_own` to find
-from torch._C import DispatchKey
-from torch._ops import resolve_key
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from normpass.decomps.activation import torch_internals as internals
 from normpass.decomps.activation.kernels import batched, derived
+from normpass.decomps.activation.torch_internals import (
+    FUNCTORCH_BATCHED,
+    ZERO_TENSOR,
+    DispatchKey,
+    ProxyTorchDispatchMode,
+    resolve_key,
+)
 from normpass.decomps.registry import by_op
 from normpass.decomps.zero_tensors import recorded
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
+    from collections.abc import Container
 
     from normpass.decomps.activation.kernels import Function
-
-    Key = DispatchKey | type[ProxyTorchDispatchMode]
+    from normpass.decomps.activation.torch_internals import OpOverload
 
 # Autograd is entered by device, because only then is it known which kernel the rule stands before.
-_KEYS = tuple(
-    getattr(DispatchKey, f"Autograd{device}")
-    for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1", "Meta")
-)
+_DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1", "Meta")
 _efficientzerotensor = torch.ops.aten._efficientzerotensor.default
 _ABSENT: Any = object()
 
@@ -51,27 +47,38 @@ _ABSENT: Any = object()
 class TracingRules:
     """The rules of one installation, with what was there before them."""
 
-    ours: dict[tuple[OpOverload, Key], Function]
-    before: dict[tuple[OpOverload, Key], Any]
+    ours: dict[tuple[OpOverload, Any], Function]
+    before: dict[tuple[OpOverload, Any], Any]
 
     @classmethod
-    def apply(cls) -> TracingRules:
+    def apply(cls, without: Container[str] = ()) -> TracingRules:
+        """without: parts that are left out (torch_internals)."""
+        _load_torchs_own()
         rules = cls({}, {})
-        for op, composition in by_op("autograd").items():
-            for key in _KEYS:
-                rules._enter(op, key, derived(composition, _own(op, key)))
-        for op, rule in by_op("batching").items():
-            rules._enter(op, DispatchKey.FuncTorchBatched, batched(op, rule))
-        for op, kernel in by_op("zero_tensor").items():
-            rules._enter(op, DispatchKey.ZeroTensor, kernel)
-        rules._enter(_efficientzerotensor, ProxyTorchDispatchMode, recorded)
+        try:
+            rules._enter_all(without)
+        except BaseException:
+            rules.revert()
+            raise
         return rules
 
-    def _enter(self, op: OpOverload, key: Key, function: Function) -> None:
+    def _enter_all(self, without: Container[str]) -> None:
+        for op, composition in by_op("autograd").items():
+            for key in _autograd_keys():
+                self._enter(op, key, derived(composition, _own(op, key)))
+        if internals.BATCHING not in without:
+            for op, rule in by_op("batching").items():
+                self._enter(op, FUNCTORCH_BATCHED, batched(op, rule))
+        if internals.ZEROS not in without:
+            for op, kernel in by_op("zero_tensor").items():
+                self._enter(op, ZERO_TENSOR, kernel)
+            self._enter(_efficientzerotensor, ProxyTorchDispatchMode, recorded)
+
+    def _enter(self, op: OpOverload, key: Any, function: Function) -> None:
         table = _table(op, key)
         self.before[op, key] = table.get(key, _ABSENT)
         self.ours[op, key] = table[key] = function
-        op._dispatch_cache.clear()
+        internals.dispatch_cache(op).clear()
 
     def revert(self) -> None:
         """Puts back what ours replaced; what somebody else put there since is theirs."""
@@ -83,14 +90,25 @@ class TracingRules:
                 del table[key]
             else:
                 table[key] = self.before[op, key]
-            op._dispatch_cache.clear()
+            internals.dispatch_cache(op).clear()
 
 
-def _table(op: OpOverload, key: Key) -> dict[Any, Any]:
-    return op.py_kernels if isinstance(key, DispatchKey) else op.python_key_table
+def _load_torchs_own() -> None:
+    """Inductor's import enters rules of torch's own, for `_own` to find."""
+    internals.find("torch._inductor.decomposition")
+
+
+def _autograd_keys() -> list[DispatchKey]:
+    keys = (getattr(DispatchKey, f"Autograd{device}", None) for device in _DEVICES)
+    return [key for key in keys if key is not None]
+
+
+def _table(op: OpOverload, key: Any) -> dict[Any, Any]:
+    by_key = isinstance(key, DispatchKey)
+    return internals.kernels_by_key(op) if by_key else internals.kernels_by_mode(op)
 
 
 def _own(op: OpOverload, key: DispatchKey) -> Function:
     """What the dispatcher would call: a rule of torch's own in Python, or a C++ kernel."""
     resolved = resolve_key(op, key)
-    return op.py_kernels.get(resolved) or partial(op._op_dk, resolved)
+    return internals.kernels_by_key(op).get(resolved) or internals.own_kernel(op, resolved)

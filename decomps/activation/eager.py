@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.decomps.activation import torch_internals as internals
 from normpass.decomps.activation.kernels import batched, positional, with_constants
 from normpass.decomps.activation.levels import in_forward_mode, in_transform, needs_composition_of
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from torch import Tensor
-    from torch._ops import OpOverload
 
+    from normpass.decomps.activation.torch_internals import DispatchKeySet, OpOverload
     from normpass.decomps.registry import Rule
 
     Function = Callable[..., Any]
@@ -45,7 +46,8 @@ class EagerRules:
     library: torch.library.Library
 
     @classmethod
-    def apply(cls) -> EagerRules:
+    def apply(cls, without: Container[str] = ()) -> EagerRules:
+        """without: parts that are left out (torch_internals)."""
         library = torch.library.Library("aten", "IMPL")
         rules = cls(library)
         try:
@@ -55,15 +57,16 @@ class EagerRules:
                 for op, rule in by_op("double_backward").items():
                     if op.namespace == "aten":  # not the formulas, which are operators of ours
                         library.impl(op, _backward(op, rule), "Autograd", with_keyset=True)
-                for op, rule in by_op("batching").items():
-                    library.impl(op, batched(op, rule), "FuncTorchBatched")
+                if internals.BATCHING not in without:
+                    for op, rule in by_op("batching").items():
+                        library.impl(op, batched(op, rule), "FuncTorchBatched")
         except BaseException:
             rules.revert()
             raise
         return rules
 
     def revert(self) -> None:
-        self.library._destroy()
+        internals.destroy(self.library)
 
 
 @contextlib.contextmanager
@@ -82,7 +85,7 @@ def _own(op: OpOverload) -> Function:
 def _forward(op: OpOverload, composition: Rule) -> Function:
     own = _own(op)
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if needs_composition_of((*args, *kwargs.values())):
             return with_constants(composition, composition(*args, **kwargs))
         return own(keyset, *args, **kwargs)
@@ -94,7 +97,7 @@ def _backward(op: OpOverload, rule: Function) -> Function:
     own = _own(op)
     node = _differentiated(op, rule)
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # The node has no forward mode, the operator has: it is decomposed there.
         if in_forward_mode() or in_transform() or not torch.is_grad_enabled():
             return own(keyset, *args, **kwargs)

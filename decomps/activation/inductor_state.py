@@ -4,8 +4,8 @@
     torch._inductor.decomposition.fast_random_decomps   its cached copy, if there is one yet
     torch._inductor.config.post_grad_custom_pre_pass    our pass after those of other libraries
 
-Both are private. The same names on torch 2.11, 2.13 and 2.15; 2.11 takes one pass where later ones
-take a sequence.
+torch 2.11 takes one pass where later ones take a sequence. torch_internals is imported late: it
+imports torch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ def inductor_tables() -> list[Table]:
     Both are changed in place: clearing the cache of the copy would lose what other libraries put
     into it, and making it now would freeze it before they register.
     """
-    from torch._inductor import decomposition
+    from normpass.decomps.activation.torch_internals import (
+        fast_random_decomps,
+        inductor_decompositions,
+    )
 
-    tables: list[Table] = [decomposition.decompositions]
-    cached = getattr(decomposition, "fast_random_decomps", None)
-    if cached is not None and cached.cache_info().currsize:
-        tables.append(cached())
+    tables: list[Table] = [inductor_decompositions]
+    if fast_random_decomps is not None and fast_random_decomps.cache_info().currsize:
+        tables.append(fast_random_decomps())
     return tables
 
 
@@ -87,9 +89,9 @@ def _slot(place: Place, first: Any = None) -> Any:
     the slot it would hand out graphs that were made by other decompositions.
     """
     # The base class is made at the first call: importing it takes a second.
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from normpass.decomps.activation.torch_internals import CustomGraphPass
 
-    class Slot(CustomGraphPass):
+    class Slot(CustomGraphPass):  # type: ignore[misc]
         def __init__(self) -> None:
             self.place = place
             self.first = first
@@ -124,9 +126,9 @@ def _uuid(graph_pass: Any) -> Any | None:
 
 def _takes_several() -> bool:
     """Whether post_grad_custom_pre_pass takes a sequence of passes (2.13) or one (2.11)."""
-    from torch._inductor import custom_graph_pass
+    from normpass.decomps.activation.torch_internals import get_custom_graph_passes
 
-    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+    return get_custom_graph_passes is not None
 
 
 def _is_ours(value: Any, place: Place) -> bool:
@@ -165,29 +167,28 @@ class PassPatch:
 
     @classmethod
     def apply(cls, place: Place) -> PassPatch:
-        from torch._inductor import config
+        from normpass.decomps.activation.torch_internals import inductor_config, inductor_settings
 
-        entries: Any = config._config  # type: ignore[attr-defined]
-        entry = entries[_NAME]
-        default, before = entry.default, getattr(config, _NAME)
+        entry = inductor_settings[_NAME]
+        default, before = entry.default, getattr(inductor_config, _NAME)
         entry.default = _with(default, place)
         own = _ABSENT
-        if not any(_is_ours(each, place) for each in as_tuple(getattr(config, _NAME))):
+        if not any(_is_ours(each, place) for each in as_tuple(getattr(inductor_config, _NAME))):
             own = before
-            setattr(config, _NAME, _with(before, place))
+            setattr(inductor_config, _NAME, _with(before, place))
         return cls(place, entry, default, own)
 
     def revert(self) -> None:
-        from torch._inductor import config
+        from normpass.decomps.activation.torch_internals import inductor_config
 
         # The default first: what is read then is this thread's own setting, if it has one.
         rest = without(self.entry.default, self.place)
         if rest is not self.entry.default:
             self.entry.default = _as_before(rest, self.default)
-        value = getattr(config, _NAME)
+        value = getattr(inductor_config, _NAME)
         rest = without(value, self.place)
         if rest is not value:
-            setattr(config, _NAME, _as_before(rest, self.own))
+            setattr(inductor_config, _NAME, _as_before(rest, self.own))
 
 
 def _as_before(rest: Any, before: Any) -> Any:

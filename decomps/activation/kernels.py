@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch._C import DispatchKey
-
 from normpass.decomps.activation.levels import (
     BatchLevel,
     constant,
     may_be_differentiated,
     needs_composition,
 )
+from normpass.decomps.activation.torch_internals import (
+    FUNCTORCH_BATCHED,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch._ops import OpOverload
-
+    from normpass.decomps.activation.torch_internals import OpOverload
     from normpass.decomps.registry import Rule
 
     Function = Callable[..., Any]
@@ -55,8 +56,7 @@ def batched(op: OpOverload, rule: Rule) -> Function:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         level = BatchLevel()
         plain, in_dims = level.unwrapped(positional(op, args, kwargs))
-        excluded = torch._C.DispatchKeySet(DispatchKey.FuncTorchBatched)
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(FUNCTORCH_BATCHED)):
             outs, out_dims = rule(level.info, in_dims, *plain)
         outs = with_constants(rule, outs)
         if not isinstance(outs, tuple):  # one result, as register_vmap has it

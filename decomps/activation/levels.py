@@ -1,8 +1,4 @@
-"""The levels of torch.func's transforms, and of forward mode: what rules have to know of them.
-
-The one module of ours that touches functorch's interpreter stack, which is private. Its names are
-those of torch 2.11, 2.13 and 2.15 (all three were run).
-"""
+"""The levels of torch.func's transforms, and of forward mode: what rules have to know of them."""
 
 from __future__ import annotations
 
@@ -10,10 +6,25 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _functorch
-from torch._functorch.autograd_function import VmapInfo
-from torch._functorch.pyfunctorch import (
+
+from normpass.decomps.activation.torch_internals import (
+    GRAD,
+    JVP,
+    PYTHON_TLS_SNAPSHOT,
+    VMAP,
+    AutoDispatchBelowAutograd,
+    SetExcludeDispatchKeyGuard,
+    VmapInfo,
     VmapInterpreter,
+    add_batch_dim,
+    forward_level,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_bdim,
+    maybe_get_level,
+    peek_interpreter_stack,
     retrieve_current_functorch_interpreter,
 )
 
@@ -25,7 +36,7 @@ if TYPE_CHECKING:
 
 def in_forward_mode() -> bool:
     """Whether torch.autograd.forward_ad or torch.func.jvp is active."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return forward_level() >= 0
 
 
 def needs_composition() -> bool:
@@ -36,9 +47,8 @@ def needs_composition() -> bool:
         return True
     if not in_transform():
         return False
-    kinds = [i.key() for i in _functorch.get_interpreter_stack() or ()]
-    transforms = _functorch.TransformType
-    return transforms.Jvp in kinds or kinds.count(transforms.Grad) > 1
+    kinds = [i.key() for i in get_interpreter_stack() or ()]
+    return JVP in kinds or kinds.count(GRAD) > 1
 
 
 def needs_composition_of(values: Iterable[Any]) -> bool:
@@ -47,15 +57,15 @@ def needs_composition_of(values: Iterable[Any]) -> bool:
     them asks for a derivative too.
     """
     forward = in_forward_mode()
-    stack = _functorch.get_interpreter_stack() if in_transform() else None
+    stack = get_interpreter_stack() if in_transform() else None
     if not stack:
         return forward and any(map(_is_recorded, values))
     kinds = [i.key() for i in stack]
-    if kinds != [_JVP, _GRAD]:  # with vmap in it, the backward's batching rule would be derived
-        kinds = [kind for kind in kinds if kind != _VMAP]
-        if kinds == [_GRAD] and not forward:
+    if kinds != [JVP, GRAD]:  # with vmap in it, the backward's batching rule would be derived
+        kinds = [kind for kind in kinds if kind != VMAP]
+        if kinds == [GRAD] and not forward:
             return False
-        if kinds not in ([], [_JVP]):
+        if kinds not in ([], [JVP]):
             return True
     return any(map(_is_recorded, values))
 
@@ -64,29 +74,26 @@ def _is_recorded(value: Any) -> bool:
     """Whether autograd's tape below all levels has this tensor."""
     if not isinstance(value, torch.Tensor):
         return False
-    while _functorch.is_functorch_wrapped_tensor(value):
-        value = _functorch.get_unwrapped(value)
+    while is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
     return value.requires_grad
-
-
-_VMAP, _GRAD, _JVP = (getattr(_functorch.TransformType, k) for k in ("Vmap", "Grad", "Jvp"))
 
 
 def in_transform() -> bool:
     """Whether a transform of torch.func is active."""
-    return _functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 def is_wrapped(value: Tensor) -> bool:
     """Whether a level of grad, jvp or vmap wraps this tensor."""
-    return _functorch.is_functorch_wrapped_tensor(value)
+    return is_functorch_wrapped_tensor(value)
 
 
 class BatchLevel:
     """The innermost level, which is one of vmap."""
 
     def __init__(self) -> None:
-        interpreter = VmapInterpreter(_functorch.peek_interpreter_stack())
+        interpreter = VmapInterpreter(peek_interpreter_stack())
         self.number: int = interpreter.level()
         self.info = VmapInfo(
             batch_size=interpreter.batch_size(), randomness=interpreter.randomness()
@@ -94,7 +101,7 @@ class BatchLevel:
 
     def unwrap(self, value: Any) -> tuple[Any, int | None]:
         """A value below this level, and its batch dimension there."""
-        if isinstance(value, torch.Tensor) and _functorch.is_batchedtensor(value):
+        if isinstance(value, torch.Tensor) and is_batchedtensor(value):
             return _unwrapped(value, self.number)
         return value, None
 
@@ -107,15 +114,15 @@ class BatchLevel:
         return [value for value, _ in pairs], [dim for _, dim in pairs]
 
     def wrap(self, value: Any, dim: int | None) -> Any:
-        return value if dim is None else _functorch._add_batch_dim(value, dim, self.number)
+        return value if dim is None else add_batch_dim(value, dim, self.number)
 
 
 def _unwrapped(value: Tensor, level: int) -> tuple[Tensor, int | None]:
     """A tensor below a level, and its batch dimension there if the level is one of vmap."""
-    if _functorch.maybe_get_level(value) != level:
+    if maybe_get_level(value) != level:
         return value, None
-    dim = _functorch.maybe_get_bdim(value) if _functorch.is_batchedtensor(value) else None
-    return _functorch.get_unwrapped(value), dim
+    dim = maybe_get_bdim(value) if is_batchedtensor(value) else None
+    return get_unwrapped(value), dim
 
 
 @contextlib.contextmanager
@@ -140,8 +147,8 @@ def may_be_differentiated(values: Iterable[Any]) -> bool:
     """Whether somebody may ask for a derivative of these: a level, or the tape."""
     if in_forward_mode() or any(map(_is_recorded, values)):
         return True
-    stack = _functorch.get_interpreter_stack() if in_transform() else None
-    return any(interpreter.key() != _VMAP for interpreter in stack or ())
+    stack = get_interpreter_stack() if in_transform() else None
+    return any(interpreter.key() != VMAP for interpreter in stack or ())
 
 
 def constant(value: Tensor) -> Tensor:
@@ -155,10 +162,10 @@ def constant(value: Tensor) -> Tensor:
             value, dim = _unwrapped(value, level)
             if dim is not None:
                 batched.append((dim, level))
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             value = torch.ops.aten.detach.default(value)
     for dim, level in reversed(batched):
-        value = _functorch._add_batch_dim(value, dim, level)
+        value = add_batch_dim(value, dim, level)
     return value
 
 
@@ -169,12 +176,10 @@ def _each(lowered: contextlib.ExitStack) -> Iterator[int]:
     # functorch excludes the key while it runs a rule of the innermost level. What a rule then
     # calls with fake tensors below all levels needs it on torch 2.11, whose fallback to Python
     # asserts that it was there.
-    snapshot = torch._C.DispatchKey.PythonTLSSnapshot
-    lowered.enter_context(torch._C._SetExcludeDispatchKeyGuard(snapshot, False))
-    transforms = _functorch.TransformType
+    lowered.enter_context(SetExcludeDispatchKeyGuard(PYTHON_TLS_SNAPSHOT, False))
     while in_transform():
         interpreter = retrieve_current_functorch_interpreter()
-        if interpreter.key() not in (transforms.Grad, transforms.Jvp, transforms.Vmap):
+        if interpreter.key() not in (GRAD, JVP, VMAP):
             return
         lowered.enter_context(interpreter.lower())
         yield interpreter.level()

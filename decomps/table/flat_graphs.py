@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
-from torch._decomp import decomposition_table
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
+from normpass.decomps.activation.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    decomposition_table,
+    tree_leaves,
+)
 from normpass.decomps.registry import by_op, decompositions
 from normpass.decomps.table.rows import is_number
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
+from normpass.decomps.activation.torch_internals import OpOverload, tree_leaves
 from normpass.decomps.registry import UnknownRule, by_op
 from normpass.decomps.table.binding import jvp, vjp
 from normpass.decomps.table.flat_graphs import Flat

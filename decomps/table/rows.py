@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from normpass.decomps import registry
+from normpass.decomps.activation.torch_internals import (
+    DispatchKey,
+    OpOverload,
+    OpOverloadPacket,
+)
 from normpass.decomps.table.derivatives_yaml import DEFAULT, Entry, entries
 from normpass.decomps.table.formulas import as_tensor, compiled
 from normpass.decomps.table.own_rows import of_functional, with_own
@@ -139,7 +143,7 @@ def _name(op: OpOverload) -> str:
 
 
 def _no_row(op: OpOverload) -> registry.UnknownRule:
-    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         hint = "it is put together from others: differentiate what it decomposes into"
     else:
         name = _name(op)

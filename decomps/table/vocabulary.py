@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from normpass.decomps.activation.torch_internals import suggest_memory_format
 from normpass.decomps.axes import put_back
 
 if TYPE_CHECKING:

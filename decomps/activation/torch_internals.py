@@ -1,0 +1,307 @@
+"""Every private name of torch that the rules use, and what is left out where torch lacks it.
+
+No other module of decomps names them (tests/test_house.py holds that). A name is looked up when it
+is first imported from here; `missing()`, which register() asks, looks at all of them, so that a
+later torch which has lost one costs what depends on it and nothing else. Used all the same, a name
+that is not there raises MissingInternal.
+
+All were there on torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0, unless a line says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    # As annotations: for __getattr__ these are values.
+    from torch._C import DispatchKey as DispatchKey
+    from torch._C import DispatchKeySet as DispatchKeySet
+    from torch._functorch.autograd_function import VmapInfo as VmapInfo
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._subclasses import FakeTensor as FakeTensor
+    from torch._subclasses import FakeTensorMode as FakeTensorMode
+
+# What may be left out, as messages say it.
+RULES = "all rules"
+LEVELS = "the rules for autograd and vmap, in traces and in eager mode"
+TRACES = "the rules for autograd and vmap in traces"
+BATCHING = "the batching rules"
+ZEROS = "the rules for tangents that are zero"
+EAGER = "the rules of eager mode"
+TABLE = "the decompositions for Inductor"
+PASS = "passes over Inductor's graphs"
+
+_WITH: dict[str, tuple[str, ...]] = {
+    RULES: (LEVELS, TRACES, BATCHING, ZEROS, EAGER, TABLE, PASS),
+    LEVELS: (TRACES, BATCHING, ZEROS, EAGER),
+    TRACES: (ZEROS,),
+}
+
+
+@dataclass(frozen=True)
+class Internal:
+    """path: where it is in torch. part: what cannot be without it. what: what it is, and for whom.
+
+    optional: not in all versions; whoever asks does without.
+    """
+
+    path: str
+    part: str
+    what: str
+    optional: bool = False
+
+
+def _c(name: str, part: str, what: str) -> Internal:
+    return Internal(f"torch._C.{name}", part, what)
+
+
+def _functorch(name: str, part: str, what: str) -> Internal:
+    return Internal(f"torch._C._functorch.{name}", part, what)
+
+
+_OP = "torch.ops.aten.mul.Tensor"  # any operator: what is asked for is what all of them have
+
+INTERNALS = {
+    # Operators and their schemas
+    "OpOverload": Internal("torch._ops.OpOverload", RULES, "an operator: registry, table"),
+    "OpOverloadPacket": Internal("torch._ops.OpOverloadPacket", RULES, "its overloads: registry"),
+    "parse_schema": _c("parse_schema", RULES, "a schema from its text: registry"),
+    "tree_leaves": Internal("torch.utils._pytree.tree_leaves", RULES, "of an argument: operators"),
+    "suggest_memory_format": Internal(
+        "torch._prims_common.suggest_memory_format",
+        RULES,
+        "the format that empty_like would keep, which has no public name in Python: conventions",
+    ),
+    "decomposition_table": Internal(
+        "torch._decomp.decomposition_table", RULES, "torch's own decompositions: table.flat_graphs"
+    ),
+    "FakeTensor": Internal("torch._subclasses.FakeTensor", RULES, "in graphs: table.flat_graphs"),
+    "FakeTensorMode": Internal("torch._subclasses.FakeTensorMode", RULES, "the same"),
+    # Dispatch keys, and blocks that exclude some
+    "DispatchKey": _c("DispatchKey", RULES, "the keys: everywhere here"),
+    "DispatchKeySet": _c("DispatchKeySet", RULES, "sets of them: everywhere here"),
+    "after_autograd_keyset": _c("_after_autograd_keyset", RULES, "below autograd: operators"),
+    "AutoDispatchBelowAutograd": _c(
+        "_AutoDispatchBelowAutograd", RULES, "a block that no tape and no tangent sees: buffers"
+    ),
+    "SetExcludeDispatchKeyGuard": _c(
+        "_SetExcludeDispatchKeyGuard", RULES, "a block that allows a key again: operators, levels"
+    ),
+    "ExcludeDispatchKeyGuard": _c(
+        "_ExcludeDispatchKeyGuard", LEVELS, "a block without some keys: kernels, zero_tensors"
+    ),
+    "is_excluded": _c(
+        "_dispatch_tls_is_dispatch_key_excluded", RULES, "whether such a block is on: operators"
+    ),
+    "len_torch_dispatch_stack": _c(
+        "_len_torch_dispatch_stack", RULES, "how many modes see a call: operators"
+    ),
+    "PYTHON_TLS_SNAPSHOT": _c("DispatchKey.PythonTLSSnapshot", RULES, "a key: levels"),
+    "FUNCTORCH_BATCHED": _c("DispatchKey.FuncTorchBatched", BATCHING, "vmap's key: kernels"),
+    "ZERO_TENSOR": _c("DispatchKey.ZeroTensor", ZEROS, "zeros' key: dispatch, zero_tensors"),
+    # Derivatives in progress. Forward mode's level changes: `forward_level` asks.
+    "_current_level": Internal(
+        "torch.autograd.forward_ad._current_level", RULES, "forward mode's: levels, operators"
+    ),
+    "is_functorch_wrapped_tensor": _functorch(
+        "is_functorch_wrapped_tensor", RULES, "whether a level wraps a tensor: levels"
+    ),
+    "peek_interpreter_stack": _functorch(
+        "peek_interpreter_stack", RULES, "the innermost level: levels"
+    ),
+    "get_interpreter_stack": _functorch("get_interpreter_stack", LEVELS, "all levels: levels"),
+    "get_unwrapped": _functorch("get_unwrapped", LEVELS, "a tensor one level below: levels"),
+    "GRAD": _functorch("TransformType.Grad", LEVELS, "a level's kind: levels"),
+    "JVP": _functorch("TransformType.Jvp", LEVELS, "the same"),
+    "VMAP": _functorch("TransformType.Vmap", LEVELS, "the same"),
+    "maybe_get_level": _functorch("maybe_get_level", LEVELS, "a wrapper's level: levels"),
+    "maybe_get_bdim": _functorch("maybe_get_bdim", LEVELS, "its batch dimension: levels"),
+    "is_batchedtensor": _functorch("is_batchedtensor", LEVELS, "whether it has one: levels"),
+    "add_batch_dim": _functorch("_add_batch_dim", LEVELS, "wraps a tensor: levels"),
+    "VmapInfo": Internal(
+        "torch._functorch.autograd_function.VmapInfo", BATCHING, "a batching rule's info: levels"
+    ),
+    "VmapInterpreter": Internal(
+        "torch._functorch.pyfunctorch.VmapInterpreter", BATCHING, "a level of vmap: levels"
+    ),
+    "retrieve_current_functorch_interpreter": Internal(
+        "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
+        LEVELS,
+        "the innermost level, to be left for a block: levels",
+    ),
+    # The Python dispatcher's tables. Attributes of operators: the functions below read them.
+    "resolve_key": Internal("torch._ops.resolve_key", TRACES, "key to kernel's key: dispatch"),
+    "_py_kernels": Internal(f"{_OP}.py_kernels", TRACES, "kernels in Python, by key: dispatch"),
+    "_dispatch_cache": Internal(f"{_OP}._dispatch_cache", TRACES, "what it calls: dispatch"),
+    "_op_dk": Internal(f"{_OP}._op_dk", TRACES, "calls the kernel of a key: dispatch"),
+    "_python_key_table": Internal(
+        f"{_OP}.python_key_table", ZEROS, "kernels in Python, by mode: dispatch"
+    ),
+    # Modes, and the one that records graphs
+    "get_current_dispatch_mode": Internal(
+        "torch.utils._python_dispatch._get_current_dispatch_mode", ZEROS, "the mode: dispatch"
+    ),
+    "pop_mode_temporarily": Internal(
+        "torch.utils._python_dispatch._pop_mode_temporarily", ZEROS, "a block below it: dispatch"
+    ),
+    "ProxyTorchDispatchMode": Internal(
+        "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", ZEROS, "it: dispatch"
+    ),
+    "get_proxy_slot": Internal(
+        "torch.fx.experimental.proxy_tensor.get_proxy_slot", ZEROS, "a node: zero_tensors"
+    ),
+    "track_tensor": Internal(
+        "torch.fx.experimental.proxy_tensor.track_tensor", ZEROS, "names a node: zero_tensors"
+    ),
+    # Libraries of kernels
+    "_destroy": Internal("torch.library.Library._destroy", EAGER, "takes kernels out: eager"),
+    # Inductor
+    "inductor_decompositions": Internal(
+        "torch._inductor.decomposition.decompositions", TABLE, "its table: inductor_state"
+    ),
+    "fast_random_decomps": Internal(
+        "torch._inductor.decomposition.fast_random_decomps",
+        TABLE,
+        "its cached copy of the table: inductor_state",
+        optional=True,
+    ),
+    "inductor_config": Internal("torch._inductor.config", PASS, "its settings: inductor_state"),
+    "inductor_settings": Internal(
+        "torch._inductor.config._config", PASS, "the same, with their defaults: inductor_state"
+    ),
+    "_post_grad_custom_pre_pass": Internal(
+        "torch._inductor.config.post_grad_custom_pre_pass", PASS, "a pass or passes: inductor_state"
+    ),
+    "CustomGraphPass": Internal(
+        "torch._inductor.custom_graph_pass.CustomGraphPass", PASS, "a pass with a uuid: the same"
+    ),
+    "get_custom_graph_passes": Internal(
+        "torch._inductor.custom_graph_pass.get_custom_graph_passes",
+        PASS,
+        "where there is one, a setting may hold several passes: from 2.13 on",
+        optional=True,
+    ),
+}
+
+
+class MissingInternal(RuntimeError):
+    """This torch lacks a private name that was used; the message says which."""
+
+
+class Missing:
+    """Stands for a name that is not there: nobody has to ask before importing it."""
+
+    def __init__(self, internal: Internal) -> None:
+        self._internal = internal
+
+    def _fail(self, *_: Any, **__: Any) -> NoReturn:
+        raise MissingInternal(
+            f"torch {torch.__version__} has no {self._internal.path}, without which normpass "
+            f"leaves out {self._internal.part}"
+        )
+
+    __call__ = __instancecheck__ = __and__ = __rand__ = _fail
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._fail()
+
+
+def __getattr__(name: str) -> Any:
+    internal = INTERNALS.get(name)
+    if internal is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = find(internal.path)
+    except AttributeError:
+        return None if internal.optional else Missing(internal)
+    if not name.startswith("_"):
+        globals()[name] = found
+    return found
+
+
+def find(path: str) -> Any:
+    """What stands at this path of modules and attributes. Raises AttributeError."""
+    found: Any = torch
+    walked = "torch"
+    for part in path.split(".")[1:]:
+        walked += f".{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(walked)
+            except ImportError:
+                raise AttributeError(path) from None
+    return found
+
+
+# --- what is missing ----------------------------------------------------------------------------
+
+
+def missing() -> list[Internal]:
+    """The names that this torch lacks, and cannot be done without."""
+    return [each for each in INTERNALS.values() if not each.optional and not _is_there(each.path)]
+
+
+def _is_there(path: str) -> bool:
+    try:
+        find(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def left_out(lacking: Iterable[Internal]) -> frozenset[str]:
+    """The parts that depend on these names."""
+    parts = {each.part for each in lacking}
+    return frozenset(parts.union(*(_WITH.get(part, ()) for part in parts)))
+
+
+def warning_of(lacking: Iterable[Internal]) -> str:
+    """Says which names are missing, in which torch, and what is left out for it."""
+    lines = (f"    {each.path}: without it {each.part} are left out" for each in lacking)
+    return "\n".join((f"torch {torch.__version__} lacks private names that normpass uses:", *lines))
+
+
+# --- attributes ---------------------------------------------------------------------------------
+
+
+def forward_level() -> int:
+    """The level of torch.autograd.forward_ad; negative outside of forward mode."""
+    level: int = torch.autograd.forward_ad._current_level
+    return level
+
+
+def kernels_by_key(op: OpOverload) -> dict[Any, Any]:
+    """The kernels in Python of an operator, by dispatch key."""
+    return op.py_kernels
+
+
+def kernels_by_mode(op: OpOverload) -> dict[Any, Any]:
+    """Its kernels in Python by the mode that is on."""
+    return op.python_key_table
+
+
+def dispatch_cache(op: OpOverload) -> dict[Any, Any]:
+    """What the Python dispatcher calls for a key, from its first call on: C++ reads it."""
+    return op._dispatch_cache
+
+
+def own_kernel(op: OpOverload, key: DispatchKey) -> Any:
+    """Calls an operator's C++ kernel of a key."""
+    return functools.partial(op._op_dk, key)
+
+
+def destroy(library: torch.library.Library) -> None:
+    """Takes out what a library has put in."""
+    library._destroy()
