@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -21,8 +21,9 @@ from normpass.decomps.neutral import ONE, ZERO
 from normpass.decomps.torch_versions import dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
+F = TypeVar("F", bound=Callable[..., Any])
 Arguments = Mapping[str, Any]
 """The arguments of one call by the names of the operator's schema, as the caller gave them."""
 
@@ -63,12 +64,19 @@ DType = Callable[[Arguments], "torch.dtype | Sequence[torch.dtype] | None"]
 
 
 def like(*names: str) -> DType:
-    """The dtype of the first of these arguments that is given; if none is, there is no result."""
+    """The dtype of the first of these arguments, or of what they are lists of, that is given; if
+    none is, there is no result.
+    """
 
-    def dtype(given: Arguments) -> torch.dtype | None:
-        return next((given[name].dtype for name in names if given[name] is not None), None)
+    return lambda given: next(_given_dtypes(given, names), None)
 
-    return dtype
+
+def _given_dtypes(given: Arguments, names: Iterable[str]) -> Iterator[torch.dtype]:
+    for name in names:
+        value = given[name]
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if one is not None:
+                yield one.dtype
 
 
 def raised(name: str) -> DType:
@@ -76,11 +84,16 @@ def raised(name: str) -> DType:
     return lambda given: working(given[name].dtype)
 
 
+def real(name: str) -> DType:
+    """The dtype of an argument's real part; if there is no argument, there is no result."""
+    return lambda given: None if given[name] is None else given[name].dtype.to_real()
+
+
 def promoted(*names: str) -> DType:
     """The dtype that arithmetic of these arguments has."""
 
     def dtype(given: Arguments) -> torch.dtype | None:
-        dtypes = [given[name].dtype for name in names if given[name] is not None]
+        dtypes = list(_given_dtypes(given, names))
         return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
     return dtype
@@ -133,6 +146,8 @@ class Result:
 
     def finish(self, value: Any, given: Arguments) -> Any:
         dtype = self.dtype(given)
+        if value is ZERO and isinstance(dtype, list):
+            return [None] * len(dtype)
         if isinstance(value, list):  # Tensor[]
             dtypes = dtype if isinstance(dtype, list | tuple) else [dtype] * len(value)
             return [self._finish(v, d, given) for v, d in zip(value, dtypes, strict=True)]
@@ -149,11 +164,32 @@ class Result:
 
 
 def absent(value: Any) -> bool:
-    """Whether this is ZERO: where it is, a formula that calls what ZERO does not know ends."""
-    return value is ZERO
+    """Whether this is ZERO, or a list of nothing else."""
+    return all(map(absent, value)) if isinstance(value, list | tuple) else value is ZERO
+
+
+def linear(formula: F, schema: torch.FunctionSchema, zeros: Collection[str]) -> F:
+    """The formula, which is linear in these arguments together: where none of them is there, ZERO
+    for each of its results, without a call.
+    """
+    parameters = tuple(inspect.signature(formula).parameters)
+    ours = zip((argument.name for argument in schema.arguments), parameters, strict=False)
+    names, count = [name for of_schema, name in ours if of_schema in zeros], len(schema.returns)
+
+    @functools.wraps(formula)
+    def linear(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if all(absent(given[name]) for name in names):
+            return ZERO if count == 1 else (ZERO,) * count
+        return formula(*args, **kwargs)
+
+    return cast("F", linear) if names else formula
 
 
 # --- the rule -----------------------------------------------------------------------------------
+
+
+_REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def with_conventions(
@@ -167,16 +203,20 @@ def with_conventions(
 ) -> Callable[..., Any]:
     """The rule of an operator, from a formula and what its results look like.
 
-    The formula's parameters correspond to the schema's in order; it returns one tensor for each
-    of `results`, or a tuple of them. zeros, ones: the parameters for which None means ZERO (an
+    The formula's parameters correspond to the schema's in order, *numbers to all that are left and
+    **options to those that are given by name; it returns one tensor for each of `results`, or a
+    tuple of them. zeros, ones: the parameters for which None means ZERO (an
     undefined gradient) and ONE (a weight that is not there); a result that comes out as ZERO is
     None. as_given: the formula only moves elements, or leaves the precision to a kernel that sees
     to it; its arguments are not raised. Raises ValueError when the numbers differ or a name is
     unknown.
     """
     names = tuple(argument.name for argument in schema.arguments)
-    parameters = tuple(inspect.signature(formula).parameters)
-    if len(parameters) != len(names) or len(results) != len(schema.returns):
+    parameters = inspect.signature(formula).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    options = {a.name for a in schema.arguments if a.kwarg_only and _KEYWORDS in kinds}
+    missing = len(names) - len(options) - len(parameters) + (_KEYWORDS in kinds)
+    if (missing and not (missing > 0 and _REST in kinds)) or len(results) != len(schema.returns):
         raise ValueError(
             f"{schema.name} takes ({', '.join(names)}) and returns {len(schema.returns)}; the "
             f"formula takes ({', '.join(parameters)}) and describes {len(results)} results"
@@ -196,7 +236,9 @@ def with_conventions(
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         given |= {name: dtypes(given[name]) for name in lists}
         dtype = None if as_given else working_dtype(given.values())
-        values = formula(*(_raise(given[name], dtype, neutral.get(name)) for name in names))
+        raised = {name: _raise(given[name], dtype, neutral.get(name)) for name in names}
+        by_name = {name: raised.pop(name) for name in options}
+        values = formula(*raised.values(), **by_name)
         values = values if isinstance(values, tuple) else (values,)
         # Masked results are computed all the same: dead code elimination removes them.
         mask = given[masks[0]] if masks else (True,) * len(results)

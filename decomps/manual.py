@@ -7,32 +7,42 @@
         return grad * chosen / chosen.sum()
 
 The function's name and parameters are upstream's, in upstream's order. From the annotations comes
-the operator's schema: `Gradient` and `Tangent` are tensors whose None stands for zero. The result
-`dx` has the dtype of the argument x, any other that of the first gradient or tensor that is there.
+the operator's schema: `Gradient` and `Tangent` are tensors whose None stands for zero, and without
+any of them there is no call; `**options` are a dtype and what else a new tensor has. The result
+`dx` or `x_t` has the dtype of the argument x, any other that of the first gradient or tensor that
+is there.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from normpass.decomps.conventions import Result, like
+from normpass.decomps.conventions import DType, Result, like
 from normpass.decomps.registry import formula
 from normpass.decomps.shapes import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from normpass.decomps.registry import Kind
 
 F = TypeVar("F", bound="Callable[..., Any]")
-Number = int | float | complex
-Size = int
 Gradient = Tensor
 Tangent = Tensor
+Tensors = Sequence[Tensor]
+Gradients = Sequence[Gradient]
+Tangents = Sequence[Tangent]
+Number = int | float | complex
+Real = float
+Size = int
+Ints = Sequence[int]
+Dims = Sequence[int]
+Mask = Sequence[bool]
+Shapes = Sequence[Ints]
+DTypes = Sequence[torch.dtype]
 
 FILE = "torch/csrc/autograd/FunctionsManual.cpp"
 _TYPES = {
@@ -40,64 +50,72 @@ _TYPES = {
     "Tensor | None": "Tensor?",
     "Gradient": "Tensor?",
     "Tangent": "Tensor?",
-    "Sequence[Tensor]": "Tensor[]",
-    "Sequence[Gradient]": "Tensor?[]",
-    "Sequence[Tangent]": "Tensor?[]",
+    "Tensors": "Tensor[]",
+    "Gradients": "Tensor?[]",
+    "Sequence[Tensor | None]": "Tensor?[]",
+    "Tangents": "Tensor?[]",
     "int": "int",
     "Size": "SymInt",
     "int | None": "SymInt?",
     "float": "float",
     "float | None": "float?",
     "bool": "bool",
-    "bool | None": "bool?",
     "str": "str",
     "str | None": "str?",
     "Number": "Scalar",
+    "Real | None": "Scalar?",
     "torch.dtype": "ScalarType",
     "torch.layout": "Layout",
-    "torch.device": "Device",
-    "Sequence[int]": "SymInt[]",
-    "Sequence[int] | None": "int[]?",
-    "Sequence[Sequence[int]]": "SymInt[][]",
-    "Sequence[bool]": "bool[]",
-    "Sequence[torch.dtype]": "ScalarType[]",
+    "Ints": "SymInt[]",
+    "Ints | None": "int[]?",
+    "Dims": "int[1]",
+    "Dims | None": "int[1]?",
+    "Shapes": "SymInt[][]",
+    "Mask": "bool[]",
+    "DTypes": "ScalarType[]",
 }
-_ZEROS = ("Gradient", "Tangent", "Sequence[Gradient]", "Sequence[Tangent]")
+_ZEROS = ("Gradient", "Tangent", "Gradients", "Tangents")
+_OPTIONS = (
+    "*, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None"
+)
 
 
 def manual(
     shapes: str,
     *,
-    overload: str = "",
+    name: str = "",
+    rest: str = "",
+    dtype: DType | None = None,
     results: Sequence[Result] | None = None,
     sample: Callable[..., Mapping[str, Any]] | None = None,
     of: Callable[..., Any] | str | None = None,
     compared: Sequence[str] = (),
     as_given: bool = False,
+    source: str = "",
     why: str = "",
 ) -> Callable[[F], F]:
     """Decorator: enters a function as upstream's formula of its name (`registry.formula`).
 
-    overload: where upstream has several of a name, what this one is called: the function is
-    norm_backward_dim, the formula norm_backward.dim. results: dtypes and layouts
-    that are not the usual ones. Raises TypeError for an annotation that no schema has.
+    name: what upstream calls it, if not so: "norm_backward.dim" where it has several of a name.
+    rest: the schema of what the function takes as *numbers, "SymInt[] stride, bool transposed".
+    dtype, or with layouts results: those of the results that are not the usual ones. Raises
+    TypeError for an annotation that no schema has.
     """
 
     def decorate(function: F) -> F:
-        name = function.__name__.removesuffix(f"_{overload}")
-        parameters = list(inspect.signature(function).parameters.values())
-        kinds = {p.name: str(p.annotation) for p in parameters}
-        finished = results or tuple(_result(result, kinds) for result in parse(shapes).results)
+        called = name or function.__name__
+        parameters = inspect.signature(function).parameters
+        kinds = {p.name: str(p.annotation) for p in parameters.values()}
+        usual = [Result(dtype or _usual(result, kinds), None) for result in parse(shapes).results]
         is_list = str(inspect.signature(function).return_annotation).startswith("list")
-        returns = ", ".join(["Tensor[]" if is_list else "Tensor"] * len(finished))
-        arguments = ", ".join(map(partial(_argument, name), parameters))
-        schema = f"{name}{overload and '.'}{overload}({arguments}) -> "
-        formula(
-            _kind(name),
-            schema + (f"({returns})" if len(finished) > 1 else returns),
-            source=f"{FILE}: {name}",
+        returns = ", ".join(["Tensor[]" if is_list else "Tensor"] * len(usual))
+        arguments = ", ".join(_argument(called, p, rest) for p in parameters.values())
+        return formula(
+            _kind(called, kinds.values()),
+            f"{called}({arguments}) -> " + (f"({returns})" if len(usual) > 1 else returns),
+            source=source or f"{FILE}: {called.partition('.')[0]}",
             shapes=shapes,
-            results=finished,
+            results=results or usual,
             zeros=[n for n, kind in kinds.items() if kind in _ZEROS],
             as_given=as_given,
             why=why,
@@ -105,19 +123,21 @@ def manual(
             of=of,
             compared=compared,
         )(function)
-        return function
 
     return decorate
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str, annotations: Collection[str]) -> Kind:
     if "double_backward" in name:
         return "double_backward"
-    forward = name.endswith(("jvp", "forward_AD")) or "_jvp_" in name
-    return "jvp" if forward else "vjp"
+    return "vjp" if {"Tangent", "Tangents"}.isdisjoint(annotations) else "jvp"
 
 
-def _argument(name: str, parameter: inspect.Parameter) -> str:
+def _argument(name: str, parameter: inspect.Parameter, rest: str) -> str:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return rest
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return _OPTIONS
     annotation = str(parameter.annotation)
     if annotation not in _TYPES:
         raise TypeError(
@@ -128,8 +148,8 @@ def _argument(name: str, parameter: inspect.Parameter) -> str:
     return f"{_TYPES[annotation]} {parameter.name}{default}"
 
 
-def _result(name: str, kinds: Mapping[str, str]) -> Result:
-    argument = name.removeprefix("d")
-    if argument in kinds:
-        return Result(like(argument), None)
-    return Result(like(*[n for n, kind in kinds.items() if kind in (*_ZEROS, "Tensor")]), None)
+def _usual(result: str, kinds: Mapping[str, str]) -> DType:
+    """The dtype of a result of this name: of dx or x_t that of x."""
+    tensors = [n for n, kind in kinds.items() if kind in (*_ZEROS, "Tensor", "Tensors")]
+    mine = [n for n in (result[1:], result.removesuffix("_t")) if n in kinds]
+    return like(*mine[:1], *tensors)

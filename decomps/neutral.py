@@ -153,5 +153,6 @@ _LINEAR = _MOVES | {
     "triu",
 }
 
-ZERO = _Zero()
-ONE = _One()
+# They stand for tensors in formulas that say what they return.
+ZERO: Any = _Zero()
+ONE: Any = _One()

@@ -20,7 +20,7 @@ from normpass.decomps.activation.torch_internals import (
     OpOverloadPacket,
     parse_schema,
 )
-from normpass.decomps.conventions import with_conventions
+from normpass.decomps.conventions import linear, with_conventions
 from normpass.decomps.operators import define
 from normpass.decomps.slopes import Elementwise
 
@@ -60,8 +60,9 @@ class Rule:
               results, factors; lambda input: {"result": input.prod()}
     of        what a formula is the derivative of. The name of an operator in derivatives.yaml,
               "linalg_qr": the formula's arguments are then those that this operator's row gives
-              it, and `sample` is of the operator's. Or a function of the formula's arguments and
-              of those whose gradients `shapes` calls dx or gx: lambda self: self.logsumexp(0)
+              it, and `sample` is of the operator's. Or a function or an operator of the formula's
+              arguments and of those whose gradients `shapes` calls dx or gx:
+              lambda self: self.logsumexp(0)
     compared  the tensors of which a formula asks no more than where they are equal or greater
     """
 
@@ -226,18 +227,18 @@ def formula(
     the parameters for which None means an undefined gradient and a weight of ones; as_given: they
     are not raised to working precision (conventions.with_conventions). sample, of, compared: what
     the tests need to know (`Rule`). The formula is torch.ops.normpass.<name> too, and that
-    operator's decomposition. The decorated name stays the bare formula.
+    operator's decomposition. The decorated name stays the bare formula, but for its call where all
+    of `zeros` are: ZERO (conventions.linear).
     """
     parsed = parse_schema(f"normpass::{schema}")
     name = schema.partition("(")[0]
 
-    def decorate(bare: F) -> F:
-        function = with_conventions(
-            bare, parsed, results, zeros=zeros, ones=ones, as_given=as_given
-        )
-        op, linear = define(schema, function), tuple(zeros)
-        rule = Rule(kind, op, name, source, shapes, why, function, linear, sample, of)
-        _add(replace(rule, compared=tuple(compared)))
+    def decorate(function: F) -> F:
+        bare = linear(function, parsed, zeros)
+        rule = with_conventions(bare, parsed, results, zeros=zeros, ones=ones, as_given=as_given)
+        op, given = define(schema, rule), tuple(zeros)
+        entry = Rule(kind, op, name, source, shapes, why, rule, given, sample, of)
+        _add(replace(entry, compared=tuple(compared)))
         return bare
 
     return decorate

@@ -4,7 +4,6 @@ of it (tests/samples.py).
 
 from __future__ import annotations
 
-import inspect
 import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -103,7 +102,7 @@ def _check_differences(
 
 
 def _arguments_of(given: Sample) -> list[str]:
-    return list(inspect.signature(given.rule.of).parameters)  # type: ignore[arg-type]
+    return list(made.wanted(given.rule.of, {**given.given, **given.extra}).values())
 
 
 def _in(given: Sample, primals: dict[str, Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from row_samples import arguments, operator_of
 from sample_numbers import MASKS, NUMBERS, OF_SIZES, Place
+from torch._ops import OpOverload
 from torch.testing import make_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -216,8 +217,23 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def named(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """A function of those of these arguments that it names."""
-    return function(*(given[name] for name in inspect.signature(function).parameters))
+    """A function of those of these arguments that it names, or an operator of those it has."""
+    return function(**{name: given[ours] for name, ours in wanted(function, given).items()})
+
+
+def wanted(function: Any, known: Collection[str]) -> dict[str, str]:
+    """The arguments of a function; of an operator those without a default and those known, each
+    with what a formula calls it.
+    """
+    if not isinstance(function, OpOverload):
+        return {name: name for name in inspect.signature(function).parameters}
+    found = {}
+    for argument in function._schema.arguments:
+        names = (argument.name, f"{argument.name}_p", *OTHERWISE.get(argument.name, ()))
+        ours = next((name for name in names if name in known), None)
+        if ours or not argument.has_default_value():
+            found[argument.name] = ours or argument.name
+    return found
 
 
 def samples(rule: Rule, dtype: torch.dtype = torch.float64, which: int = 0) -> Iterator[Sample]:
@@ -262,11 +278,11 @@ def sample(
     }
     if given.get("training"):
         given.update(dict.fromkeys({"running_mean", "running_var"} & given.keys()))
-    wanted = inspect.signature(rule.of).parameters if callable(rule.of) else ()
+    asked = wanted(rule.of, given).values() if callable(rule.of) else ()
     known = {**shapes.arguments, **shapes.results}
     extra = {
         name: random(place.shape(_like(name, known) or f"g{name}"), dtype)
-        for name in wanted
+        for name in asked
         if name not in given
     }
     told = named(rule.sample, {**given, **extra}) if rule.sample else {}

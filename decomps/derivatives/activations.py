@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import mish, silu, softplus
+from torch import Tensor
+from torch.nn.functional import softplus
 
-from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.conventions import absent
 from normpass.decomps.manual import Gradient, Number, manual
-from normpass.decomps.registry import formula
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 aten = torch.ops.aten
-
-MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
-
-_INPUT = (Result(like("input"), None),)
 
 
 def _halves(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     return x.narrow(dim, 0, size), x.narrow(dim, size, size)
 
 
-@formula(
-    "double_backward",
-    "glu_double_backward(Tensor? grad, Tensor? grad_output, Tensor input, int dim) -> Tensor",
-    source=f"{MANUAL}: glu_double_backward",
-    shapes="grad: *n 2d *m, grad_output: *n d *m, input: *n 2d *m -> dinput: *n 2d *m",
-    results=_INPUT,
-    zeros=("grad", "grad_output"),
-    of=lambda grad_output, input, dim: aten.glu_backward(grad_output, input, dim),
+@manual(
+    "grad: *n 2d *m, grad_output: *n d *m, input: *n 2d *m -> dinput: *n 2d *m",
+    of=aten.glu_backward.default,
 )
-def glu_double_backward(grad: Tensor, grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
+def glu_double_backward(grad: Gradient, grad_output: Gradient, input: Tensor, dim: int) -> Tensor:
     """da = g * s, db = g * a * s',  s = sigmoid(b), s' = s * (1 - s), differentiated in a and b,
     along (u, v) = grad:
 
@@ -52,16 +39,8 @@ def glu_double_backward(grad: Tensor, grad_output: Tensor, input: Tensor, dim: i
     return torch.cat([first, grad_output * slope * (u + v * a * (1 - 2 * s))], dim)
 
 
-@formula(
-    "double_backward",
-    "glu_double_backward_grad_output(Tensor? grad, Tensor input, int dim) -> Tensor",
-    source=f"{MANUAL}: glu_double_backward_grad_output",
-    shapes="grad: *n 2d *m, input: *n 2d *m -> dgrad_output: *n d *m",
-    results=_INPUT,
-    zeros=("grad",),
-    of=lambda grad_output, input, dim: aten.glu_backward(grad_output, input, dim),
-)
-def glu_double_backward_grad_output(grad: Tensor, input: Tensor, dim: int) -> Tensor:
+@manual("grad: *n 2d *m, input: *n 2d *m -> dgrad_output: *n d *m", of=aten.glu_backward.default)
+def glu_double_backward_grad_output(grad: Gradient, input: Tensor, dim: int) -> Tensor:
     """da = g * s, db = g * a * s',  s = sigmoid(b), s' = s * (1 - s), differentiated in g, along
     (u, v) = grad:
 
@@ -91,36 +70,31 @@ def _tanh_curvature(x: Tensor) -> Tensor:
     return (1 - t * t) * (u1 + x / 2 * (u2 - 2 * t * u1 * u1))
 
 
-@formula(
-    "double_backward",
-    "gelu_double_backward(Tensor? ggI, Tensor? gO, Tensor input, str approximate) -> Tensor",
-    source=f"{MANUAL}: gelu_double_backward",
-    shapes="ggI: *s, gO: *s, input: *s -> dinput: *s",
-    results=_INPUT,
-    zeros=("ggI", "gO"),
+@manual(
+    "ggI: *s, gO: *s, input: *s -> dinput: *s",
     of=lambda gO, input, approximate: aten.gelu_backward(gO, input, approximate=approximate),
 )
-def gelu_double_backward(ggI: Tensor, gO: Tensor, input: Tensor, approximate: str) -> Tensor:
+def gelu_double_backward(ggI: Gradient, gO: Gradient, input: Tensor, approximate: str) -> Tensor:
     """dinput = ggI * gO * gelu''(x)"""
     curvature = _tanh_curvature if approximate == "tanh" else _normal_curvature
     return ggI * gO * curvature(input)
 
 
-@manual("grad_output: *n, input: *n -> dinput: *n", of=lambda input: silu(input))
+@manual("grad_output: *n, input: *n -> dinput: *n", of=aten.silu.default)
 def infinitely_differentiable_silu_backward(grad_output: Gradient, input: Tensor) -> Tensor:
     """y = x * s,  s = sigmoid(x):  dx = grad * s * (1 + x * (1 - s))"""
     s = input.sigmoid()
     return grad_output * s * (1 + input * (1 - s))
 
 
-@manual("grad: *n, input: *n -> dinput: *n", of=lambda input: mish(input))
+@manual("grad: *n, input: *n -> dinput: *n", of=aten.mish.default)
 def infinitely_differentiable_mish_backward(grad: Gradient, input: Tensor) -> Tensor:
     """y = x * t,  t = tanh(softplus(x)):  dx = grad * (t + x * sigmoid(x) * (1 - t^2))"""
     t = softplus(input).tanh()
     return grad * (t + input * input.sigmoid() * (1 - t * t))
 
 
-@manual("grad: *n, self: *n -> dself: *n", of=lambda self, eps: self.logit(eps))
+@manual("grad: *n, self: *n -> dself: *n", of=aten.logit.default)
 def infinitely_differentiable_logit_backward(
     grad: Gradient, self: Tensor, eps: float | None
 ) -> Tensor:
@@ -129,8 +103,6 @@ def infinitely_differentiable_logit_backward(
     """
     low, fill = (0.0, math.nan) if eps is None else (eps, 0.0)
     inside = (self >= low) & (self <= 1 - low)
-    if absent(grad):
-        return grad
     x = torch.where(inside, self, 0.5)
     return torch.where(inside, grad / (x * (1 - x)), fill)
 
@@ -183,9 +155,7 @@ def log_sigmoid_double_backward(grad: Gradient, input: Tensor) -> Tensor:
 
 @manual(
     "grad: *n, grad_output: *n, self_or_result: *n -> dself_or_result: *n",
-    of=lambda grad_output, alpha, scale, input_scale, is_result, self_or_result: aten.elu_backward(
-        grad_output, alpha, scale, input_scale, is_result, self_or_result
-    ),
+    of=aten.elu_backward.default,
 )
 def elu_double_backward(
     grad: Gradient,

@@ -7,16 +7,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent
-from normpass.decomps.manual import Gradient, Number, Tangent, manual
+from normpass.decomps.conventions import absent
+from normpass.decomps.manual import Gradient, Mask, Number, Tangent, manual
 from normpass.decomps.neutral import ZERO
 
+aten = torch.ops.aten
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from normpass.decomps.conventions import Arguments
 
 
@@ -27,14 +26,11 @@ def _real_where_the_operand_is(given: Arguments) -> torch.dtype | None:
     return grad.dtype.to_real() if grad.is_complex() and not dtype.is_complex else grad.dtype
 
 
-_OF_OPERAND = (Result(_real_where_the_operand_is, None),)
-
-
 @manual(
     "grad: *n, other: *n -> dself: *n",
-    results=_OF_OPERAND,
+    dtype=_real_where_the_operand_is,
     sample=lambda other: {"self_st": other.dtype},
-    of=lambda self, other: self * other,
+    of=aten.mul.Tensor,
 )
 def mul_tensor_backward(grad: Gradient, other: Tensor, self_st: torch.dtype) -> Tensor:
     """y = x * w:  dx = grad * conj(w)"""
@@ -43,9 +39,9 @@ def mul_tensor_backward(grad: Gradient, other: Tensor, self_st: torch.dtype) -> 
 
 @manual(
     "grad: *n, other: *n -> dself: *n",
-    results=_OF_OPERAND,
+    dtype=_real_where_the_operand_is,
     sample=lambda other: {"self_st": other.dtype},
-    of=lambda self, other: self / other,
+    of=aten.div.Tensor,
 )
 def div_tensor_self_backward(
     grad: Gradient, other: Tensor, self_st: torch.dtype, rounding_mode: str | None = None
@@ -54,7 +50,7 @@ def div_tensor_self_backward(
     return grad / other.conj() if rounding_mode is None else grad * 0
 
 
-@manual("grad: *n, self: *n, other: *n -> dother: *n", of=lambda self, other: self / other)
+@manual("grad: *n, self: *n, other: *n -> dother: *n", of=aten.div.Tensor)
 def div_tensor_other_backward(
     grad: Gradient, self: Tensor, other: Tensor, rounding_mode: str | None = None
 ) -> Tensor:
@@ -101,12 +97,9 @@ def pow_backward_exponent(grad: Gradient, self: Tensor, exponent: Tensor, result
     return grad * slope.conj()
 
 
-@manual(
-    "grad: *n, self: *n, other: *n -> dself: *n, dother: *n",
-    of=lambda self, other: torch.atan2(self, other),
-)
+@manual("grad: *n, self: *n, other: *n -> dself: *n, dother: *n", of=aten.atan2.default)
 def atan2_backward(
-    grad: Gradient, self: Tensor, other: Tensor, output_mask: Sequence[bool]
+    grad: Gradient, self: Tensor, other: Tensor, output_mask: Mask
 ) -> tuple[Tensor, Tensor]:
     """y = atan2(a, b):  da = grad * b / (a^2 + b^2),  db = -grad * a / (a^2 + b^2)
 
@@ -134,7 +127,7 @@ def copysign_tensor_self_backward(grad: Gradient, self: Tensor, result: Tensor) 
 
 @manual(
     "grad: *n, self: *n, min: *n, max: *n -> dself: *n",
-    overload="Tensor",
+    name="clamp_backward.Tensor",
     of="clamp.Tensor",
 )
 def clamp_backward_Tensor(
@@ -146,29 +139,20 @@ def clamp_backward_Tensor(
         inside = inside & (self >= min)
     if max is not None:
         inside = inside & (self <= max)
-    return grad if absent(grad) else torch.where(inside, grad, 0)
+    return torch.where(inside, grad, 0)
 
 
-@manual(
-    "grad: *n, self: *n, min: *n, max: *n -> dmin: *n, dmax: *n",
-    of=lambda self, min, max: torch.clamp(self, min, max),
-)
+@manual("grad: *n, self: *n, min: *n, max: *n -> dmin: *n, dmax: *n", of=aten.clamp.Tensor)
 def clamp_backward_min_max(
-    grad: Gradient,
-    self: Tensor,
-    min: Tensor | None,
-    max: Tensor | None,
-    grad_input_mask: Sequence[bool],
+    grad: Gradient, self: Tensor, min: Tensor | None, max: Tensor | None, grad_input_mask: Mask
 ) -> tuple[Tensor, Tensor]:
     """y = min(max(x, a), b):  da = grad, where x < a < b;  db = grad, where b < x or b < a"""
-    if absent(grad):
-        return ZERO, ZERO  # type: ignore[return-value]
     below = None if min is None else self < min
     above = None if max is None else self > max
     if min is not None and max is not None:
         below, above = (min < max) & (self < min), (self > max) | (max < min)
     return (
-        ZERO if below is None else torch.where(below, grad, 0),  # type: ignore[return-value]
+        ZERO if below is None else torch.where(below, grad, 0),
         ZERO if above is None else torch.where(above, grad, 0),
     )
 

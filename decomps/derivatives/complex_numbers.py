@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent
 from normpass.decomps.manual import Gradient, manual
-from normpass.decomps.neutral import ZERO
+
+aten = torch.ops.aten
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from normpass.decomps.conventions import Arguments
 
 
@@ -29,11 +28,7 @@ def angle_backward(grad: Gradient, self: Tensor) -> Tensor:
     return grad * (1j / self.conj().masked_fill(nothing, 1)).masked_fill(nothing, 0)
 
 
-@manual(
-    "x: *n, gx: *n, sgn: *n -> dx: *n",
-    sample=lambda x: {"sgn": x.sgn()},
-    of=lambda x: x.sgn(),
-)
+@manual("x: *n, gx: *n, sgn: *n -> dx: *n", sample=lambda x: {"sgn": x.sgn()}, of=aten.sgn.default)
 def sgn_backward(x: Tensor, gx: Gradient, sgn: Tensor) -> Tensor:
     """s = z / |z|:  dz = (grad - s^2 * conj(grad)) / (2 * |z|);  zero at zero, and for real numbers
 
@@ -49,15 +44,13 @@ def sgn_backward(x: Tensor, gx: Gradient, sgn: Tensor) -> Tensor:
 
 @manual(
     "grad: *n, result: *n -> dabs: *n, dangle: *n",
-    results=(Result(_real, None), Result(_real, None)),
+    dtype=_real,
     sample=lambda abs, angle: {"abs": abs.abs(), "result": torch.polar(abs.abs(), angle)},
-    of=lambda abs, angle: torch.polar(abs, angle),
+    of=aten.polar.default,
     why="right for abs > 0 alone: of other numbers the result does not tell the angle",
 )
 def polar_backward(grad: Gradient, result: Tensor) -> tuple[Tensor, Tensor]:
     """y = r * exp(i * t):  dr = Re(grad * conj(y / |y|)),  dt = Im(grad * conj(y))"""
-    if absent(grad):
-        return ZERO, ZERO  # type: ignore[return-value]
     u = result.sgn()
     of_abs = grad.real * u.real + grad.imag * u.imag
     return of_abs, grad.imag * result.real - grad.real * result.imag

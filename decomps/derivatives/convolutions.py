@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from normpass.decomps.axes import all_but
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import Gradient, Tangent, manual
+from normpass.decomps.conventions import absent
+from normpass.decomps.manual import Gradient, Ints, Mask, Tangent, manual
 from normpass.decomps.neutral import ZERO
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -34,7 +30,6 @@ _OF_CONVOLUTION = (
     "input_p: n c s, input_t: n c s, weight_p: d c 3, weight_t: d c 3, bias_p: d, bias_t: d "
     "-> y_t: n d s"
 )
-_LIKE_INPUT = (Result(like("input_p"), None),)
 
 
 def _numbers() -> dict[str, Any]:
@@ -49,7 +44,7 @@ def _numbers_and_flags() -> dict[str, Any]:
     return {**_numbers(), **dict.fromkeys(flags, False)}
 
 
-@manual(_OF_CONVOLUTION, results=_LIKE_INPUT, sample=_numbers, of="convolution", as_given=True)
+@manual(_OF_CONVOLUTION, sample=_numbers, of="convolution", as_given=True)
 def convolution_jvp(
     input_p: Tensor,
     input_t: Tangent,
@@ -57,11 +52,11 @@ def convolution_jvp(
     weight_t: Tangent,
     bias_p: Tensor | None,
     bias_t: Tangent,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
     transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: Ints,
     groups: int,
 ) -> Tensor:
     """y = x * w + b, a convolution:  y_t = x_t * w + x * w_t + b_t"""
@@ -73,7 +68,6 @@ def convolution_jvp(
 
 @manual(
     _OF_CONVOLUTION,
-    results=_LIKE_INPUT,
     sample=_numbers_and_flags,
     of="_convolution",
     as_given=True,
@@ -86,11 +80,11 @@ def _convolution_jvp(
     weight_t: Tangent,
     bias_p: Tensor | None,
     bias_t: Tangent,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
     transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: Ints,
     groups: int,
     benchmark: bool,
     deterministic: bool,
@@ -111,7 +105,7 @@ def _convolution_jvp(
 def convolution_backward_jvp_grad_bias(grad_out_t: Tangent, grad_bias: Tensor | None) -> Tensor:
     """db = sum(g), over all but the channels: so is its tangent"""
     if grad_bias is None or absent(grad_out_t):
-        return ZERO  # type: ignore[return-value]
+        return ZERO
     return grad_out_t.sum(all_but(grad_out_t, 1))
 
 
@@ -129,17 +123,15 @@ def _cudnn_convolution_backward(
     self: Tensor,
     grad_output: Gradient,
     weight: Tensor,
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
+    padding: Ints,
+    output_padding: Ints,
+    stride: Ints,
+    dilation: Ints,
     transposed: bool,
     groups: int,
-    output_mask: Sequence[bool],
+    output_mask: Mask,
 ) -> tuple[Tensor, Tensor]:
     """y = x * w, a convolution without a bias: its gradients"""
-    if absent(grad_output):
-        return ZERO, ZERO  # type: ignore[return-value]
     numbers = (stride, padding, dilation, transposed, output_padding, groups)
     found = aten.convolution_backward(
         grad_output, self, weight, None, *numbers, [*output_mask, False]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from normpass.decomps.conventions import absent
 from normpass.decomps.derivatives.losses import reduced
 from normpass.decomps.manual import Gradient, manual
 from normpass.decomps.neutral import ONE
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -47,9 +44,7 @@ def _weighed(grad: Tensor, weight: Tensor | None, reduction: int) -> Tensor:
 @manual(
     "grad: , self: *n, target: *n, weight: *n -> dtarget: *n",
     sample=lambda self, target: {"self": self.sigmoid(), "target": target.sigmoid()},
-    of=lambda self, target, weight, reduction: aten.binary_cross_entropy(
-        self, target, weight, reduction
-    ),
+    of=aten.binary_cross_entropy.default,
 )
 def binary_cross_entropy_target_backward(
     grad: Gradient, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int
@@ -61,9 +56,7 @@ def binary_cross_entropy_target_backward(
 @manual(
     "grad_output: , grad: *n, input: *n, target: *n, weight: *n -> dinput: *n",
     sample=lambda input: {"input": input.sigmoid()},
-    of=lambda grad_output, input, target, weight, reduction: aten.binary_cross_entropy_backward(
-        grad_output, input, target, weight, reduction
-    ),
+    of=aten.binary_cross_entropy_backward.default,
 )
 def binary_cross_entropy_double_backward(
     grad_output: Gradient,
@@ -81,9 +74,7 @@ def binary_cross_entropy_double_backward(
 @manual(
     "grad: *n, grad_output: , self: *n, target: *n, weight: *n -> dtarget: *n",
     sample=lambda self: {"self": self.sigmoid()},
-    of=lambda grad_output, self, target, weight, reduction: aten.binary_cross_entropy_backward(
-        grad_output, self, target, weight, reduction
-    ),
+    of=aten.binary_cross_entropy_backward.default,
 )
 def binary_cross_entropy_double_backward_target(
     grad: Gradient,
@@ -100,9 +91,7 @@ def binary_cross_entropy_double_backward_target(
 @manual(
     "grad: *n, input: *n, target: *n, weight: *n -> dgrad_output: *n",
     sample=lambda input: {"input": input.sigmoid()},
-    of=lambda grad_output, input, target, weight, reduction: aten.binary_cross_entropy_backward(
-        grad_output, input, target, weight, reduction
-    ),
+    of=aten.binary_cross_entropy_backward.default,
 )
 def binary_cross_entropy_double_backward_grad_output(
     grad: Gradient, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int
@@ -116,9 +105,7 @@ def binary_cross_entropy_double_backward_grad_output(
 
 @manual(
     "grad: , input: *n, target: *n, weight: *n, pos_weight: *n -> dinput: *n",
-    of=lambda input, target, weight, pos_weight, reduction: aten.binary_cross_entropy_with_logits(
-        input, target, weight, pos_weight, reduction
-    ),
+    of=aten.binary_cross_entropy_with_logits.default,
 )
 def binary_cross_entropy_with_logits_backward(
     grad: Gradient,
@@ -139,9 +126,7 @@ def binary_cross_entropy_with_logits_backward(
 
 @manual(
     "grad_output: , self: *n, target: *n, weight: *n, pos_weight: *n -> dtarget: *n",
-    of=lambda self, target, weight, pos_weight, reduction: aten.binary_cross_entropy_with_logits(
-        self, target, weight, pos_weight, reduction
-    ),
+    of=aten.binary_cross_entropy_with_logits.default,
 )
 def binary_cross_entropy_with_logits_target_backward(
     grad_output: Gradient,

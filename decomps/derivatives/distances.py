@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from normpass.decomps.axes import all_but
-from normpass.decomps.conventions import absent
 from normpass.decomps.derivatives.reductions import norm_backward_dim, norm_jvp_dim
 from normpass.decomps.manual import Gradient, Number, Tangent, manual
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @manual(
@@ -26,8 +21,6 @@ def _euclidean_dist_backward(
 
     zero, a subgradient, where r is
     """
-    if absent(grad):
-        return grad, grad
     nothing = res == 0
     weight = (grad / res.masked_fill(nothing, 1)).masked_fill(nothing, 0)
     return (
@@ -53,8 +46,6 @@ def renorm_backward(grad: Gradient, self: Tensor, p: Number, dim: int, maxnorm: 
     """y = x c / N, where N = norm_p(x) + 1e-7 and norm_p(x) > c:
     dx = c / N (grad - Re(x^H grad) / N dnorm/dx)
     """
-    if absent(grad):
-        return grad
     axes, norm, divisor = _limited(self, p.real, dim, maxnorm.real)
     along = (self.conj() * grad).real if grad.is_complex() else self * grad
     of_norm = norm_backward_dim(
@@ -66,8 +57,6 @@ def renorm_backward(grad: Gradient, self: Tensor, p: Number, dim: int, maxnorm: 
 @manual("self_p: d *n, self_t: d *n -> dself: d *n", of="renorm")
 def renorm_jvp(self_p: Tensor, self_t: Tangent, p: Number, dim: int, maxnorm: Number) -> Tensor:
     """y = x c / N:  dy = c / N (dx - x dnorm / N)"""
-    if absent(self_t):
-        return self_t
     axes, norm, divisor = _limited(self_p, p.real, dim, maxnorm.real)
     along = norm_jvp_dim(self_p, self_t, p.real, norm, axes, True)
     along = along.real if along.is_complex() else along

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent
-from normpass.decomps.manual import Gradient, manual
+from normpass.decomps.manual import Gradient, Ints, manual
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from normpass.decomps.conventions import Arguments
 
 aten = torch.ops.aten
@@ -40,7 +36,7 @@ def _real(given: Arguments) -> torch.dtype | None:
 
 @manual(
     "grad: *n m -> dself: *n d",
-    results=(Result(_complex, None),),
+    dtype=_complex,
     sample=lambda self: {
         "self": torch.complex(self.real, self.real.sin()),
         "dim": [self.dim() - 1],
@@ -48,28 +44,24 @@ def _real(given: Arguments) -> torch.dtype | None:
     },
     of="_fft_c2r",
 )
-def fft_c2r_backward(grad: Gradient, dim: Sequence[int], normalization: int) -> Tensor:
+def fft_c2r_backward(grad: Gradient, dim: Ints, normalization: int) -> Tensor:
     """y = the real signal of half a spectrum:  dx = the half of y's, twice where it is for both"""
-    if absent(grad):
-        return grad
     half = aten._fft_r2c(grad, dim, normalization, True)
     return _weighted(half, dim[-1], grad.shape[dim[-1]], 2)
 
 
 @manual(
     "grad: *n c -> dself: *n m",
-    results=(Result(_real, None),),
+    dtype=_real,
     sample=lambda self: {"self": self.real, "dim": [self.dim() - 1]},
     of="_fft_r2c",
 )
 def fft_r2c_backward(
-    grad: Gradient, dim: Sequence[int], normalization: int, onesided: bool, last_dim_size: int
+    grad: Gradient, dim: Ints, normalization: int, onesided: bool, last_dim_size: int
 ) -> Tensor:
     """y = the spectrum of a real signal, or half of it:  dx = the signal of grad, whose other half
     is zero: of half of grad, where it would be for both
     """
-    if absent(grad):
-        return grad
     if not onesided:
         return aten._fft_c2c(grad, dim, normalization, False).real
     half = _weighted(grad, dim[-1], last_dim_size, 0.5)

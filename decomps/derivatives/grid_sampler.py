@@ -15,16 +15,15 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import FILE
+from normpass.decomps.manual import FILE, Mask
 from normpass.decomps.registry import formula
 from normpass.decomps.torch_versions import GRID_SAMPLER_TWICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 NEAREST, BICUBIC = 1, 2
 ZEROS, REFLECTION = 0, 2
@@ -171,7 +170,7 @@ def _double_backward(
     mode: int,
     padding: int,
     align: bool,
-    output_mask: Sequence[bool],
+    output_mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of f = <grad_output, dy>, dy = y's derivative along ggI and ggGrid: its gradients
 

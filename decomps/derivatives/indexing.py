@@ -6,20 +6,16 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import Gradient, manual
-from normpass.decomps.registry import formula
+from normpass.decomps.conventions import absent
+from normpass.decomps.manual import FILE, Gradient, Size, Tensors, manual
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
 
-MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
-
-
-def _indexed(zeros_like_self: Tensor, indices: Sequence[Tensor]) -> dict[str, Any]:
+def _indexed(zeros_like_self: Tensor, indices: Tensors) -> dict[str, Any]:
     """One index, of the first axis, that reads some places twice and others never."""
     size, (index, *_) = len(zeros_like_self), indices
     places = torch.arange(index.numel(), device=index.device) % max(size - 1, 1)
@@ -29,20 +25,15 @@ def _indexed(zeros_like_self: Tensor, indices: Sequence[Tensor]) -> dict[str, An
     }
 
 
-@formula(
-    "vjp",
-    "index_backward(Tensor zeros_like_self, Tensor?[] indices, Tensor? grad) -> Tensor",
-    source=f"{MANUAL}: index_backward",
-    shapes="zeros_like_self: d *s, indices: *n, grad: *n *s -> dself: d *s",
-    results=(Result(like("zeros_like_self"), None),),
-    zeros=("grad",),
+@manual(
+    "zeros_like_self: d *s, indices: *n, grad: *n *s -> dself: d *s",
     sample=_indexed,
     of=lambda self, indices: self[tuple(indices)],
 )
-def index_backward(zeros_like_self: Tensor, indices: Sequence[Tensor], grad: Tensor) -> Tensor:
+def index_backward(
+    zeros_like_self: Tensor, indices: Sequence[Tensor | None], grad: Gradient
+) -> Tensor:
     """y = x[indices]:  dself[indices] += grad, a place as often as it was read"""
-    if absent(grad):
-        return grad
     # An axis without an index is read as a whole: there None is no gradient.
     places = [None if absent(index) else index for index in indices]
     # The method takes no None.
@@ -56,8 +47,6 @@ def index_backward(zeros_like_self: Tensor, indices: Sequence[Tensor], grad: Ten
 )
 def take_backward(grad: Gradient, self: Tensor, indices: Tensor) -> Tensor:
     """y = x[indices], x as one row:  dx[indices] += grad"""
-    if absent(grad):
-        return grad
     nothing = torch.zeros_like(self).reshape(-1)
     return nothing.index_put((indices,), grad, accumulate=True).view(self.shape)
 
@@ -69,19 +58,13 @@ def _words(grad_output: Tensor) -> dict[str, Any]:
     return {"num_weights": 5, "indices": count % 4}
 
 
-@formula(
-    "double_backward",
-    "embedding_dense_double_backward(Tensor? grad, Tensor indices, SymInt padding_idx) -> Tensor",
-    source=f"{MANUAL}: embedding_dense_double_backward_symint",
-    shapes="grad: d m, indices: *n -> dgrad_output: *n m",
-    results=(Result(like("grad"), None),),
-    zeros=("grad",),
-    of="embedding_dense_backward",
+@manual(
+    "grad: d m, indices: *n -> dgrad_output: *n m",
+    source=f"{FILE}: embedding_dense_double_backward_symint",
     sample=_words,
+    of="embedding_dense_backward",
 )
-def embedding_dense_double_backward(grad: Tensor, indices: Tensor, padding_idx: int) -> Tensor:
+def embedding_dense_double_backward(grad: Gradient, indices: Tensor, padding_idx: Size) -> Tensor:
     """dW[indices] += g, but where indices are the padding:  dg = grad[indices], zero there"""
-    if absent(grad):
-        return grad
     found = grad.index_select(0, indices.reshape(-1)).view(*indices.shape, grad.shape[1])
     return found.masked_fill((indices == padding_idx).unsqueeze(-1), 0)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from normpass.decomps.activation.levels import constant
 from normpass.decomps.conventions import Result, absent, like
 from normpass.decomps.derivatives.linalg_spectra import diagonal, imaginary
 from normpass.decomps.manual import Gradient, Tangent, manual
-from normpass.decomps.neutral import ZERO
 from normpass.decomps.operators import is_concrete, is_differentiated
 
-if TYPE_CHECKING:
-    from torch import Tensor
+aten = torch.ops.aten
 
+if TYPE_CHECKING:
     from normpass.decomps.conventions import Arguments
 
 
@@ -102,8 +102,6 @@ def linalg_det_backward(
     grad: Gradient, det: Tensor, A: Tensor, LU: Tensor, pivots: Tensor
 ) -> Tensor:
     """y = det(A):  dA = grad * adj(A)^H"""
-    if absent(grad):
-        return grad
     if is_differentiated((grad, A)) or not is_concrete(A):
         return grad[..., None, None] * _adjugate(A).mH
     LU, pivots, _ = torch.linalg.lu_factor_ex(A)
@@ -125,15 +123,13 @@ def _factored(A: Tensor) -> dict[str, Any]:
 @manual(
     "dA: *b n n, det: *b, LU: *b n n, pivots: *b n -> ddet: *b",
     sample=_factored,
-    of=lambda A: torch.linalg.det(A),
+    of=aten.linalg_det.default,
     why="a pivot that is zero is made as small as its rounding, and the determinant with it: their "
     "product is adj(A), where upstream's is zero. No further derivative goes through LU: our "
     "row does without (own_rows.py)",
 )
 def linalg_det_jvp(dA: Tangent, det: Tensor, LU: Tensor, pivots: Tensor, use_A_T: bool) -> Tensor:
     """dy = det(A) tr(A^-1 dA)"""
-    if absent(dA):
-        return dA
     LU, product, nothing = _without_zeros(LU, pivots)
     det = torch.where(nothing, product, det)
     return det * diagonal(torch.linalg.lu_solve(LU, pivots, dA, adjoint=use_A_T)).sum(-1)
@@ -162,14 +158,12 @@ def slogdet_backward(
     "LU: *b n n, pivots: *b n, dA: *b n n, sign: *b -> dsign: *b, dlogabsdet: *b",
     results=(Result(like("sign"), None), Result(_real_of_sign, None)),
     sample=_factored,
-    of=lambda A: tuple(torch.linalg.slogdet(A)),
+    of=aten.linalg_slogdet.default,
     why="no further derivative goes through LU: our row does without (own_rows.py)",
 )
 def slogdet_jvp(
     LU: Tensor, pivots: Tensor, dA: Tangent, sign: Tensor, use_A_T: bool
 ) -> tuple[Tensor, Tensor]:
     """t = tr(A^-1 dA):  dy = Re(t),  ds = i Im(t) s"""
-    if absent(dA):
-        return ZERO, ZERO  # type: ignore[return-value]
     trace = diagonal(torch.linalg.lu_solve(LU, pivots, dA, adjoint=use_A_T)).sum(-1)
     return imaginary(trace) * sign, trace

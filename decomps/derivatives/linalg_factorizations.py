@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import Gradient, Tangent, manual
+from normpass.decomps.conventions import absent
+from normpass.decomps.manual import Gradient, Mask, Tangent, manual
 from normpass.decomps.neutral import ZERO
-from normpass.decomps.registry import formula
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 
 
 def _positive_definite(A: Tensor, upper: bool) -> dict[str, Tensor]:
@@ -25,23 +16,16 @@ def _positive_definite(A: Tensor, upper: bool) -> dict[str, Tensor]:
     return {"A": A, "L": torch.linalg.cholesky(A, upper=upper)}
 
 
-@formula(
-    "vjp",
-    "cholesky_backward(Tensor? gL, bool upper, Tensor L) -> Tensor",
-    source=f"{MANUAL}: cholesky_backward",
-    shapes="gL: *b n n, L: *b n n -> gA: *b n n",
-    results=(Result(like("L"), None),),
-    zeros=("gL",),
+@manual(
+    "gL: *b n n, L: *b n n -> gA: *b n n",
     sample=_positive_definite,
     of=lambda A, upper: torch.linalg.cholesky((A + A.mH) / 2, upper=upper),
 )
-def cholesky_backward(gL: Tensor, upper: bool, L: Tensor) -> Tensor:
+def cholesky_backward(gL: Gradient, upper: bool, L: Tensor) -> Tensor:
     """A = L L^H:  P = tril(L^H gL),  S = (P + P^H - diag(P)) / 2,  gA = L^-H S L^-1
 
     upper: A = U^H U, with L = U^H. The gradient is Hermitian, as A is.
     """
-    if absent(gL):
-        return gL
     if upper:
         gL, L = gL.mH, L.mH
     projected = (L.mH @ gL).tril()
@@ -60,8 +44,6 @@ def cholesky_jvp(dA: Tangent, L: Tensor, upper: bool) -> Tensor:
 
     upper: A = U^H U, with L = U^H. dA is Hermitian, as A is.
     """
-    if absent(dA):
-        return dA
     if upper:
         L = L.mH
     half = torch.linalg.solve_triangular(L, dA, upper=False)
@@ -103,7 +85,7 @@ def _of_factor(gA: Tensor, L: Tensor, upper: bool) -> Tensor:
 )
 def cholesky_inverse_backward(grad: Gradient, L: Tensor, upper: bool, inverse: Tensor) -> Tensor:
     """X = A^-1,  A = L L^H:  dA = -X g X"""
-    return grad if absent(grad) else _of_factor(-(inverse @ grad @ inverse), L, upper)
+    return _of_factor(-(inverse @ grad @ inverse), L, upper)
 
 
 @manual(
@@ -114,7 +96,7 @@ def cholesky_inverse_backward(grad: Gradient, L: Tensor, upper: bool, inverse: T
 )
 def cholesky_inverse_jvp(F: Tensor, dF: Tangent, X: Tensor, upper: bool) -> Tensor:
     """X = A^-1,  A = L L^H:  dX = -X dA X"""
-    return dF if absent(dF) else -(X @ _change(F, dF, upper) @ X)
+    return -(X @ _change(F, dF, upper) @ X)
 
 
 @manual(
@@ -128,19 +110,12 @@ def cholesky_inverse_jvp(F: Tensor, dF: Tangent, X: Tensor, upper: bool) -> Tens
     compared=("input2",),  # of which the operator reads one triangle, and its derivatives both
 )
 def cholesky_solve_backward(
-    grad_x: Gradient,
-    self: Tensor,
-    input2: Tensor,
-    result: Tensor,
-    upper: bool,
-    output_mask: Sequence[bool],
+    grad_x: Gradient, self: Tensor, input2: Tensor, result: Tensor, upper: bool, output_mask: Mask
 ) -> tuple[Tensor, Tensor]:
     """A X = B,  A = L L^H:  dB = A^-1 gX,  dA = -dB X^H"""
-    if absent(grad_x):
-        return grad_x, grad_x
     dB = torch.cholesky_solve(grad_x, input2, upper)
     if not output_mask[1]:
-        return dB, ZERO  # type: ignore[return-value]
+        return dB, ZERO
     return dB, _of_factor(-(dB @ result.mH), input2, upper)
 
 
@@ -175,10 +150,7 @@ def _check_qr(mode: str, Q: Tensor, R: Tensor) -> None:
         )
 
 
-@manual(
-    "gQ: *b s n, gR: *b n n, Q: *b s n, R: *b n n -> dA: *b s n",
-    of="linalg_qr",
-)
+@manual("gQ: *b s n, gR: *b n n, Q: *b s n, R: *b n n -> dA: *b s n", of="linalg_qr")
 def linalg_qr_backward(gQ: Gradient, gR: Gradient, Q: Tensor, R: Tensor, mode: str) -> Tensor:
     """A = Q R:  dA = (gQ + Q (T + T^H)) R^-H,  T = triu(M) - diag(M) / 2,  M = gR R^H - Q^H gQ
 
@@ -186,8 +158,6 @@ def linalg_qr_backward(gQ: Gradient, gR: Gradient, Q: Tensor, R: Tensor, mode: s
     """
     _check_qr(mode, Q, R)
     k, n = Q.shape[-1], R.shape[-1]
-    if absent(gQ) and absent(gR):
-        return gQ
     beyond = gR.narrow(-1, k, n - k)
     if n > k:
         gQ = gQ + Q @ (R.narrow(-1, k, n - k) @ beyond.mH)
@@ -200,18 +170,13 @@ def linalg_qr_backward(gQ: Gradient, gR: Gradient, Q: Tensor, R: Tensor, mode: s
     return pad(dA, (0, n - k)) if absent(beyond) else torch.cat([dA, Q @ beyond], -1)
 
 
-@manual(
-    "dA: *b s n, Q: *b s n, R: *b n n -> dQ: *b s n, dR: *b n n",
-    of="linalg_qr",
-)
+@manual("dA: *b s n, Q: *b s n, R: *b n n -> dQ: *b s n, dR: *b n n", of="linalg_qr")
 def linalg_qr_jvp(dA: Tangent, Q: Tensor, R: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """A = Q R:  dQ = X - Q T,  dR = T R,  T = triu(S) - diag(S) / 2,  S = sym(Q^H X),  X = dA R^-1
 
     A = [A1, A2] = Q [R1, R2], of more columns than rows: A1 as above, and R2 = Q^H A2.
     """
     _check_qr(mode, Q, R)
-    if absent(dA):
-        return dA, dA
     k, n = Q.shape[-1], R.shape[-1]
     R1 = R.narrow(-1, 0, k)
     X = torch.linalg.solve_triangular(R1, dA.narrow(-1, 0, k), upper=True, left=False)

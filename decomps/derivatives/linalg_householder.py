@@ -9,19 +9,14 @@ have an inverse. Upstream's formulas are loops over the reflectors, each of whic
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.linalg import householder_product, solve_triangular
 from torch.nn.functional import pad
 
-from normpass.decomps.conventions import absent
-from normpass.decomps.manual import Gradient, Tangent, manual
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from normpass.decomps.manual import Gradient, Mask, Tangent, manual
 
 
 class _Reflectors(NamedTuple):
@@ -66,8 +61,6 @@ def householder_product_backward(
     grad: Gradient, result: Tensor, input: Tensor, tau: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Y = the first columns of H_1 ... H_k, whose gradient has zeros for the others"""
-    if absent(grad):
-        return grad, grad
     of, (m, n) = _reflectors(input, tau), input.shape[-2:]
     GhV = pad(grad.mH @ of.V, (0, 0, 0, m - n))
     return _pulled_back(of, grad @ of.V[..., :n, :], GhV, n)
@@ -107,13 +100,11 @@ def ormqr_backward(
     other: Tensor,
     left: bool,
     transpose: bool,
-    grad_output_mask: Sequence[bool],
+    grad_output_mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Y = H C:  gC = H^H gY,  gH = gY C^H;  Y = H^H C:  gC = H gY,  gH = C gY^H
     Y = C H and Y = C H^H:  as Y^H = H^H C^H and Y^H = H C^H
     """
-    if absent(grad):
-        return grad, grad, grad
     of, adjoined = _reflectors(self, tau), transpose == left
     G, C = (grad, other) if left else (grad.mH, other.mH)
     VhG = of.V.mH @ G

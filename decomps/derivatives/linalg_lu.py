@@ -5,16 +5,14 @@ Of L only what is below the diagonal is free, of U what is not. A matrix X is tr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.linalg import lu_factor, solve_triangular
 
 from normpass.decomps.conventions import absent
 from normpass.decomps.manual import Gradient, Size, Tangent, manual
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _grown(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -62,8 +60,6 @@ def linalg_lu_jvp(
     """tall:  X = P^T dA U^-1,  D = triu(L1^-1 X1),  dL = X - L D,  dU = D U
     wide:  X = L^-1 P^T dA,  D = tril(X1 U1^-1, -1),  dL = L D,  dU = X - D U
     """
-    if absent(dA):
-        return dA, dA
     k = L.shape[-1]
     X = P.mT @ dA if pivot else dA
     if L.shape[-2] >= U.shape[-1]:
@@ -87,8 +83,6 @@ def _of_factors(LU: Tensor) -> tuple[Any, Any]:
 @manual("grad: *b s n, LU: *b s n, pivs: *b n -> dA: *b s n", of="linalg_lu_factor_ex")
 def lu_factor_ex_backward(grad: Gradient, LU: Tensor, pivs: Tensor, pivot: bool) -> Tensor:
     """tril(LU, -1) + I = L,  triu(LU) = U:  as of L and of U"""
-    if absent(grad):
-        return grad
     in_L, in_U = _of_factors(LU)
     P, L, U = torch.lu_unpack(LU, pivs, unpack_pivots=pivot)
     return linalg_lu_backward(grad[in_L], grad[in_U], P, L, U, pivot)
@@ -142,8 +136,6 @@ def linalg_lu_solve_LU(
     """A X = B:  G = A^-H gX,  gA = -G X^H;  A^H X = B:  G = A^-1 gX,  gA = -X G^H
     gLU = tril(P^T gA U^H, -1) + triu(L^H P^T gA)
     """
-    if absent(gX):
-        return gX
     G = torch.linalg.lu_solve(LU, pivots, gX, left=left, adjoint=not adjoint)
     adjoint, (G, X) = _as_columns(left, adjoint, G, X)
     if adjoint:
@@ -159,13 +151,7 @@ def linalg_lu_solve_LU(
     sample=_factored,
 )
 def linalg_lu_solve_jvp(
-    X: Tensor,
-    LU: Tensor,
-    pivots: Tensor,
-    dLU: Tangent,
-    dB: Tangent,
-    left: bool,
-    adjoint: bool,
+    X: Tensor, LU: Tensor, pivots: Tensor, dLU: Tangent, dB: Tangent, left: bool, adjoint: bool
 ) -> Tensor:
     """A X = B:  dX = A^-1 (dB - dA X),  dA = P (dL U + L dU);  A^H X = B:  with dA^H"""
     if not absent(dLU):

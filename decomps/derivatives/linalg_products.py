@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import Gradient, Number, manual
+from normpass.decomps.conventions import absent
+from normpass.decomps.manual import Gradient, Gradients, Ints, Mask, Number, manual
 from normpass.decomps.neutral import ZERO
-from normpass.decomps.registry import formula
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 
 
-@formula(
-    "vjp",
-    "mm_mat1_backward(Tensor? grad, Tensor mat2, SymInt[] mat1_sizes, SymInt[] mat1_strides, "
-    "Layout mat1_layout, Scalar alpha) -> Tensor",
-    source=f"{MANUAL}: mm_mat1_backward",
-    shapes="grad: n m, mat2: k m -> dmat1: n k",
-    results=(Result(like("grad"), None),),
-    zeros=("grad",),
+@manual(
+    "grad: n m, mat2: k m -> dmat1: n k",
     of=lambda mat1, mat2, alpha: mat1.mm(mat2) * alpha,
     as_given=True,
     why="mm itself sums halves in float32; a mat1 stored by columns has its gradient so too",
 )
 def mm_mat1_backward(
-    grad: Tensor,
+    grad: Gradient,
     mat2: Tensor,
-    mat1_sizes: Sequence[int],
-    mat1_strides: Sequence[int],
+    mat1_sizes: Ints,
+    mat1_strides: Ints,
     mat1_layout: torch.layout,
-    alpha: complex,
+    alpha: Number,
 ) -> Tensor:
     """Y = alpha * A B:  dA = conj(alpha) * grad B^H"""
-    if absent(grad):
-        return grad
     strided = torch.strided == mat1_layout == grad.layout == mat2.layout
     if strided and mat1_strides[0] == 1 and mat1_strides[1] == mat1_sizes[0]:
         product = mat2.conj().mm(grad.t()).t()
@@ -52,7 +35,6 @@ def mm_mat1_backward(
 
 @manual(
     "grad: n m, mat1: n k -> dmat2: k m",
-    results=(Result(like("grad"), None),),
     sample=lambda grad, mat1: {
         "sizes": [mat1.shape[1], grad.shape[1]],
         "strides": [grad.shape[1], 1],
@@ -63,16 +45,9 @@ def mm_mat1_backward(
     why="mm itself sums halves in float32; a mat2 stored by columns has its gradient so too",
 )
 def mm_mat2_backward(
-    grad: Gradient,
-    mat1: Tensor,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    layout: torch.layout,
-    alpha: Number,
+    grad: Gradient, mat1: Tensor, sizes: Ints, strides: Ints, layout: torch.layout, alpha: Number
 ) -> Tensor:
     """Y = alpha * A B:  dB = conj(alpha) * A^H grad"""
-    if absent(grad):
-        return grad
     strided = torch.strided == layout == grad.layout == mat1.layout
     if strided and strides[0] == 1 and strides[1] == sizes[0]:
         product = grad.t().mm(mat1.conj()).t()
@@ -84,27 +59,21 @@ def mm_mat2_backward(
 # --- products of three, and of a linear layer ----------------------------------------------------
 
 
-@manual(
-    "grad: n d, i1: n c, i2: d c m, i3: n m -> di1: n c, di2: d c m, di3: n m",
-    results=(Result(like("grad"), None),) * 3,
-    of="_trilinear",
-)
+@manual("grad: n d, i1: n c, i2: d c m, i3: n m -> di1: n c, di2: d c m, di3: n m", of="_trilinear")
 def _trilinear_backward(
     grad: Gradient,
     i1: Tensor | None,
     i2: Tensor | None,
     i3: Tensor | None,
-    expand1: Sequence[int],
-    expand2: Sequence[int],
-    expand3: Sequence[int],
-    sumdim: Sequence[int],
-    grad_mask: Sequence[bool],
+    expand1: Ints,
+    expand2: Ints,
+    expand3: Ints,
+    sumdim: Ints,
+    grad_mask: Mask,
 ) -> tuple[Tensor, ...]:
     """Y = sum_sumdim(A B C), each repeated along the axes that it lacks:  dA = sum(grad conj(B C))
     along the axes that A lacks, and so on. A factor that is not needed is None.
     """
-    if absent(grad):
-        return grad, grad, grad
     rank = grad.dim() + len(sumdim)
     present, *axes = (
         [axis for axis in range(rank) if axis not in {n % rank for n in lacking}]
@@ -114,7 +83,7 @@ def _trilinear_backward(
     def of(k: int) -> Tensor:
         others = [(x, axes[j]) for j, x in enumerate((i1, i2, i3)) if j != k and x is not None]
         if len(others) < 2 or not grad_mask[k]:
-            return ZERO  # type: ignore[return-value]
+            return ZERO
         (small, first), (large, second) = sorted(others, key=lambda other: len(other[1]))
         kept = [n for n in range(rank) if n in {*present, *first} & {*second, *axes[k]}]
         partial = torch.einsum(grad, present, small.conj(), first, kept)
@@ -142,7 +111,7 @@ def _rows(x: Tensor) -> Tensor:
     of=_linear_backward,
 )
 def linear_double_backward(
-    grads: Sequence[Gradient], self: Tensor, grad_output: Tensor, weight: Tensor
+    grads: Gradients, self: Tensor, grad_output: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """gx = g W,  gW = g^T x,  gb = sum(g):  dx = g dgW,  dW = g^T dgx,
     dg = dgx W^T + x dgW^T + dgb
@@ -159,12 +128,7 @@ def linear_double_backward(
 
 
 def _grouped(
-    left: Tensor,
-    right: Tensor,
-    offs: Tensor | None,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    alpha: complex,
+    left: Tensor, right: Tensor, offs: Tensor | None, sizes: Ints, strides: Ints, alpha: complex
 ) -> Tensor:
     """alpha^* A_g B_g, stored by columns where a matrix of these sizes and strides is."""
     if strides[-2] == 1 and strides[-1] == sizes[-2]:
@@ -178,8 +142,8 @@ def _grouped(
 def _grouped_mm_mat1_backward(
     grad: Gradient,
     mat2: Tensor,
-    mat1_sizes: Sequence[int],
-    mat1_strides: Sequence[int],
+    mat1_sizes: Ints,
+    mat1_strides: Ints,
     mat1_layout: torch.layout,
     offs: Tensor | None,
     alpha: Number,
@@ -189,8 +153,6 @@ def _grouped_mm_mat1_backward(
     The kernel multiplies matrices that have one, and batches, by each other in every mix. A
     gradient that is repeated, which it refuses, is copied.
     """
-    if absent(grad):
-        return grad
     return _grouped(grad.contiguous(), mat2.mT, offs, mat1_sizes, mat1_strides, alpha)
 
 
@@ -198,13 +160,11 @@ def _grouped_mm_mat1_backward(
 def _grouped_mm_mat2_backward(
     grad: Gradient,
     mat1: Tensor,
-    sizes: Sequence[int],
-    strides: Sequence[int],
+    sizes: Ints,
+    strides: Ints,
     layout: torch.layout,
     offs: Tensor | None,
     alpha: Number,
 ) -> Tensor:
     """Y_g = alpha * A_g B_g:  dB_g = alpha^* A_g^T grad_g"""
-    if absent(grad):
-        return grad
     return _grouped(mat1.mT, grad.contiguous(), offs, sizes, strides, alpha)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import Gradient, Tangent, manual
+from normpass.decomps.conventions import absent
+from normpass.decomps.manual import Gradient, Mask, Tangent, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.operators import is_concrete, is_differentiated
-from normpass.decomps.registry import formula
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
+aten = torch.ops.aten
 
 
 def _is_vector(A: Tensor, X: Tensor) -> bool:
@@ -36,23 +29,17 @@ def _solved(A: Tensor, B: Tensor, left: bool) -> dict[str, Tensor]:
     return {"A": A, "LU": LU, "pivots": pivots, "X": torch.linalg.solve(A, B, left=left)}
 
 
-@formula(
-    "vjp",
-    "linalg_solve_backward(Tensor? gX, Tensor X, Tensor A, Tensor LU, Tensor pivots, bool left, "
-    "bool B_requires_grad) -> (Tensor, Tensor)",
-    source=f"{MANUAL}: linalg_solve_backward",
-    shapes="gX: *b n k, X: *b n k, A: *b n n, LU: *b n n, pivots: *b n -> gA: *b n n, gB: *b n k",
-    results=(Result(like("A"), None), Result(like("gX"), None)),
-    zeros=("gX",),
+@manual(
+    "gX: *b n k, X: *b n k, A: *b n n, LU: *b n n, pivots: *b n -> gA: *b n n, gB: *b n k",
     sample=_solved,
-    of=lambda A, B, left: torch.linalg.solve(A, B, left=left),
+    of=aten.linalg_solve.default,
     why="LU is that of A, as torch's _linalg_solve_ex returns it since 2.13 for real A too; it is "
     "used in eager mode where no further derivative is asked for, since none goes through it. As "
     "upstream, the gradients have the batch axes of X; and gA is always computed, where upstream "
     "reads A.requires_grad",
 )
 def linalg_solve_backward(
-    gX: Tensor,
+    gX: Gradient,
     X: Tensor,
     A: Tensor,
     LU: Tensor,
@@ -63,8 +50,6 @@ def linalg_solve_backward(
     """A X = B:  gB = A^-H gX,  gA = -gB X^H        left
     X A = B:  gB = gX A^-H,  gA = -X^H gB
     """
-    if absent(gX):
-        return gX, gX
     vector = _is_vector(A, X)
     X, gX = _columns(X, vector), _columns(gX, vector)
     if is_differentiated((gX, X, A)) or not is_concrete(A):
@@ -73,24 +58,18 @@ def linalg_solve_backward(
         gB = torch.linalg.lu_solve(LU, pivots, gX, left=left, adjoint=True)
     gA = -(gB @ X.mH if left else X.mH @ gB)
     if not B_requires_grad:
-        return gA, ZERO  # type: ignore[return-value]
+        return gA, ZERO
     return gA, gB.squeeze(-1) if vector else gB
 
 
-@formula(
-    "jvp",
-    "linalg_solve_jvp(Tensor? dA, Tensor? dB, Tensor X, Tensor LU, Tensor pivots, bool left) "
-    "-> Tensor",
-    source=f"{MANUAL}: linalg_solve_jvp",
-    shapes="dA: *b n n, dB: *b n k, X: *b n k, LU: *b n n, pivots: *b n -> dX: *b n k",
-    results=(Result(like("X"), None),),
-    zeros=("dA", "dB"),
+@manual(
+    "dA: *b n n, dB: *b n k, X: *b n k, LU: *b n n, pivots: *b n -> dX: *b n k",
     sample=_solved,
-    of=lambda A, B, left: torch.linalg.solve(A, B, left=left),
+    of=aten.linalg_solve.default,
     why="LU is that of A, as torch's _linalg_solve_ex returns it since 2.13 for real A too",
 )
 def linalg_solve_jvp(
-    dA: Tensor, dB: Tensor, X: Tensor, LU: Tensor, pivots: Tensor, left: bool
+    dA: Tangent, dB: Tangent, X: Tensor, LU: Tensor, pivots: Tensor, left: bool
 ) -> Tensor:
     """A X = B:  dX = A^-1 (dB - dA X)        left
     X A = B:  dX = (dB - X dA) A^-1
@@ -108,7 +87,7 @@ def linalg_solve_jvp(
 @manual(
     "X: *b n k, A: *b n n, dA: *b n n, dB: *b n k -> dX: *b n k",
     sample=lambda A, B: {name: _solved(A, B, True)[name] for name in ("A", "X")},
-    of=lambda A, B: torch.linalg.solve(A, B),
+    of=aten.linalg_solve.default,
 )
 def solve_jvp(X: Tensor, A: Tensor, dA: Tangent, dB: Tangent) -> Tensor:
     """A X = B:  dX = A^-1 (dB - dA X)"""
@@ -124,17 +103,13 @@ def solve_jvp(X: Tensor, A: Tensor, dA: Tangent, dB: Tangent) -> Tensor:
 
 
 @manual(
-    "grad: *b n s, pinvA: *b n s, A: *b s n -> dself: *b s n",
-    results=(Result(like("A"), None),),
-    of="linalg_pinv.atol_rtol_tensor",
+    "grad: *b n s, pinvA: *b n s, A: *b s n -> dself: *b s n", of="linalg_pinv.atol_rtol_tensor"
 )
 def pinv_backward(grad: Gradient, pinvA: Tensor, A: Tensor) -> Tensor:
     """P = A^+, of constant rank:
 
     dA = (1 - A P) g^H P P^H + P^H P g^H (1 - P A) - P^H g P^H
     """
-    if absent(grad):
-        return grad
     if A.shape[-2] > A.shape[-1]:  # the products by way of the smaller side: (A^H)^+ = P^H
         return pinv_backward(grad.mH, pinvA.mH, A.mH).mH
     g, Ph = grad.mH, pinvA.mH
@@ -143,17 +118,12 @@ def pinv_backward(grad: Gradient, pinvA: Tensor, A: Tensor) -> Tensor:
     return right - A @ (pinvA @ right) + Ph @ pinvA @ (g - K @ A) - (pinvA @ K).mH
 
 
-@manual(
-    "A: *b s n, pinvA: *b n s, dA: *b s n -> dpinvA: *b n s",
-    of="linalg_pinv.atol_rtol_tensor",
-)
+@manual("A: *b s n, pinvA: *b n s, dA: *b s n -> dpinvA: *b n s", of="linalg_pinv.atol_rtol_tensor")
 def pinv_jvp(A: Tensor, pinvA: Tensor, dA: Tangent) -> Tensor:
     """P = A^+, of constant rank:
 
     dP = P P^H dA^H (1 - A P) + (1 - P A) dA^H P^H P - P dA P
     """
-    if absent(dA):
-        return dA
     if A.shape[-2] > A.shape[-1]:
         return pinv_jvp(A.mH, pinvA.mH, dA.mH).mH
     d = dA.mH
@@ -173,12 +143,7 @@ def _solution(A: Tensor, B: Tensor) -> dict[str, Tensor]:
     of=lambda A, B_: tuple(_solution(A, B_).values()),
 )
 def linalg_lstsq_backward(
-    gX_: Gradient,
-    gL: Gradient,
-    A: Tensor,
-    B_: Tensor,
-    X_: Tensor,
-    grad_input_mask: Sequence[bool],
+    gX_: Gradient, gL: Gradient, A: Tensor, B_: Tensor, X_: Tensor, grad_input_mask: Mask
 ) -> tuple[Tensor, Tensor]:
     """X = A^+ B:  dB = P^H gX,  dA is that of P = A^+ for gX B^H
 
@@ -186,8 +151,8 @@ def linalg_lstsq_backward(
     """
     vector = _is_vector(A, B_)
     gX, X, B = _columns(gX_, vector), _columns(X_, vector), _columns(B_, vector)
-    dA: Tensor = ZERO  # type: ignore[assignment]
-    dB: Tensor = ZERO  # type: ignore[assignment]
+    dA: Tensor = ZERO
+    dB: Tensor = ZERO
     if not absent(gX):
         P = torch.linalg.pinv(A)
         dB = P.mH @ gX
@@ -225,7 +190,7 @@ def linalg_lstsq_residuals_jvp(
     X, B, dB = _columns(X_, vector), _columns(B_, vector), _columns(dB_, vector)
     change = dA @ X - dB
     if absent(change) or L.numel() == 0:
-        return ZERO  # type: ignore[return-value]
+        return ZERO
     return 2 * ((A @ X - B).conj() * change).sum(-2)  # one for each column, of a vector too
 
 

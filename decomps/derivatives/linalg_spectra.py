@@ -6,18 +6,14 @@ depend on; where two values are equal they are not determined, and have no deriv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.conventions import absent, like
 from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.operators import is_concrete
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _spread(A: Tensor) -> Tensor:
@@ -28,7 +24,7 @@ def _spread(A: Tensor) -> Tensor:
 
 def imaginary(X: Tensor) -> Tensor:
     """i Im(X)"""
-    return ZERO if absent(X) or not X.is_complex() else (X - X.conj()) / 2  # type: ignore[return-value]
+    return ZERO if absent(X) or not X.is_complex() else (X - X.conj()) / 2
 
 
 def diagonal(X: Tensor) -> Tensor:
@@ -70,7 +66,7 @@ _SVD_PHASES = (
 
 @manual(
     "gU: *b s n, gS: *b n, gVh: *b n n, U: *b s n, S: *b n, Vh: *b n n -> dA: *b s n",
-    results=(Result(like("U"), None),),
+    dtype=like("U"),
     of="_linalg_svd",
     sample=lambda A: {"A": _spread(A)},
 )
@@ -87,7 +83,7 @@ def svd_backward(
     _check_phases(x + y, _SVD_PHASES)
     inner = _over_gaps(X * S.unsqueeze(-2) + S.unsqueeze(-1) * Y, S * S)
     inner = inner + ((x - y) / (4 * S)).diag_embed()
-    left: Tensor = ZERO  # type: ignore[assignment]
+    left: Tensor = ZERO
     right = gS.unsqueeze(-1) * Vh + inner @ Vh
     if U.shape[-2] > S.shape[-1]:
         over = gU / S.unsqueeze(-2)
@@ -113,8 +109,6 @@ def linalg_svd_jvp(
 
     with E as above. Those of `full_matrices` are not determined, and get zeros.
     """
-    if absent(dA):
-        return ZERO, ZERO, ZERO  # type: ignore[return-value]
     (m, n), k = dA.shape[-2:], S.shape[-1]
     U, Vh = U.narrow(-1, 0, k), Vh.narrow(-2, 0, k)
     left, right = U.mH @ dA, dA @ Vh.mH
@@ -143,7 +137,7 @@ _EIG_PHASES = (
 
 @manual(
     "gL: *b n, gV: *b n n, L: *b n, V: *b n n -> dA: *b n n",
-    results=(Result(like("V"), None),),
+    dtype=like("V"),
     of="_linalg_eigh",
     sample=lambda A: {"A": _spread(A) + _spread(A).mH},
 )
@@ -188,8 +182,6 @@ def linalg_eig_jvp(dA: Tangent, L: Tensor, V: Tensor, is_hermitian: bool) -> tup
     dL = diag(P),  dV = X - V Re(diag(V^H X)),  X = V (P / E)
     Hermitian:  V^-1 = V^H,  diag(V^H X) = 0
     """
-    if absent(dA):
-        return ZERO, ZERO  # type: ignore[return-value]
     P = V.mH @ dA @ V if is_hermitian else torch.linalg.solve(V, dA @ V)
     dV = V @ _over_gaps(P, L)
     if not is_hermitian:
@@ -204,8 +196,6 @@ def linalg_eig_jvp(dA: Tangent, L: Tensor, V: Tensor, is_hermitian: bool) -> tup
 @manual("self: *b n n, grad: *b n n -> dself: *b n n", of="linalg_matrix_exp")
 def linalg_matrix_exp_differential(self: Tensor, grad: Gradient, adjoint: bool) -> Tensor:
     """exp([[A, dA], [0, A]]) = [[exp(A), dexp(A)], [0, exp(A)]];  the adjoint is that at A^H"""
-    if absent(grad):
-        return grad
     A, n = self.mH if adjoint else self, self.shape[-1]
     block = torch.cat([torch.cat([A, grad], -1), pad(A, (n, 0))], -2)
     return torch.linalg.matrix_exp(block).narrow(-2, 0, n).narrow(-1, n, n)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.linalg import solve_triangular
 
 from normpass.decomps.conventions import absent
-from normpass.decomps.manual import Gradient, Tangent, manual
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from normpass.decomps.manual import Gradient, Mask, Tangent, manual
 
 
 def _triangle(x: Tensor, upper: bool, unitriangular: bool) -> Tensor:
@@ -44,11 +38,9 @@ def linalg_solve_triangular_backward(
     upper: bool,
     left: bool,
     unitriangular: bool,
-    output_mask: Sequence[bool],
+    output_mask: Mask,
 ) -> tuple[Tensor, Tensor]:
     """A X = B:  gB = A^-H gX,  gA = the triangle of -gB X^H;  X A = B:  gX A^-H,  -X^H gB"""
-    if absent(grad):
-        return grad, grad
     gB = solve_triangular(A.mH, grad, upper=not upper, left=left, unitriangular=unitriangular)
     gA = gB @ X.mH if left else X.mH @ gB
     return -_triangle(gA, upper, unitriangular), gB
@@ -62,13 +54,7 @@ def linalg_solve_triangular_backward(
     ),
 )
 def linalg_solve_triangular_forward_AD(
-    A_t: Tangent,
-    B_t: Tangent,
-    A: Tensor,
-    X: Tensor,
-    upper: bool,
-    left: bool,
-    unitriangular: bool,
+    A_t: Tangent, B_t: Tangent, A: Tensor, X: Tensor, upper: bool, left: bool, unitriangular: bool
 ) -> Tensor:
     """A X = B:  dX = A^-1 (dB - dA X),  dA the triangle of it;  X A = B:  (dB - X dA) A^-1"""
     dA = _triangle(A_t, upper, unitriangular)
@@ -116,7 +102,7 @@ def triangular_solve_backward(
     upper: bool,
     transpose: bool,
     unitriangular: bool,
-    output_mask: Sequence[bool],
+    output_mask: Mask,
 ) -> tuple[Tensor, Tensor]:
     """op(A) X = B, and a copy of A:  as linalg_solve_triangular, gA = op(its gA) + grad_m"""
     mask, A, upper = output_mask[::-1], _op(a, transpose), upper != transpose

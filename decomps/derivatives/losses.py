@@ -4,18 +4,12 @@ the gradient as the loss is reduced.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, like
-from normpass.decomps.manual import FILE, Gradient, manual
-from normpass.decomps.registry import formula
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from normpass.decomps.manual import Gradient, manual
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1
@@ -73,17 +67,10 @@ def huber_loss_double_backward(
 
 @manual(
     "grad: *n, grad_output: , input: *n, target: *n -> dgrad_output: ",
-    of=lambda grad_output, input, target, reduction, delta: aten.huber_loss_backward(
-        grad_output, input, target, reduction, delta
-    ),
+    of=aten.huber_loss_backward.default,
 )
 def huber_loss_double_backward_grad_output(
-    grad: Gradient,
-    grad_output: Tensor,
-    input: Tensor,
-    target: Tensor,
-    reduction: int,
-    delta: float,
+    grad: Gradient, grad_output: Tensor, input: Tensor, target: Tensor, reduction: int, delta: float
 ) -> Tensor:
     """dx = g * l',  l' = x - y, of |x - y| < delta, else delta * sgn(x - y):  dg = grad * l'"""
     away = input - target
@@ -107,9 +94,7 @@ def soft_margin_loss_double_backward(
 
 @manual(
     "grad: *n, grad_output: , input: *n, target: *n -> dgrad_output: ",
-    of=lambda grad_output, input, target, reduction: aten.soft_margin_loss_backward(
-        grad_output, input, target, reduction
-    ),
+    of=aten.soft_margin_loss_backward.default,
 )
 def soft_margin_loss_double_backward_grad_output(
     grad: Gradient, grad_output: Tensor, input: Tensor, target: Tensor, reduction: int
@@ -122,25 +107,20 @@ def soft_margin_loss_double_backward_grad_output(
 # --- connectionist temporal classification ------------------------------------------------------
 
 
-def _ctc(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """The decorator of a backend's formula: of a loss that is linear, and zero in one example."""
-    return formula(
-        "vjp",
-        f"{name}(Tensor? grad_out, Tensor loss, Tensor raw_grad, bool zero_infinity) -> Tensor",
-        source=f"{FILE}: {name}",
-        shapes="grad_out: n, loss: n, raw_grad: m n c -> dlog_probs: m n c",
-        results=(Result(like("raw_grad"), None),),
-        zeros=("grad_out",),
-        sample=lambda loss: {"loss": loss * (torch.arange(len(loss)) > 0)},
-        of=lambda log_probs, loss, raw_grad, zero_infinity: (
-            (log_probs * raw_grad).sum((0, 2)) * ((loss != 0) if zero_infinity else 1)
-        ),
-        compared=("loss",),
-    )
+# Of a loss that is linear, and zero in one example.
+_ctc = partial(
+    manual,
+    "grad_out: n, loss: n, raw_grad: m n c -> dlog_probs: m n c",
+    sample=lambda loss: {"loss": loss * (torch.arange(len(loss)) > 0)},
+    of=lambda log_probs, loss, raw_grad, zero_infinity: (
+        (log_probs * raw_grad).sum((0, 2)) * ((loss != 0) if zero_infinity else 1)
+    ),
+    compared=("loss",),
+)
 
 
-@_ctc("_miopen_ctc_loss_backward")
-@_ctc("_cudnn_ctc_loss_backward")
+@_ctc(name="_miopen_ctc_loss_backward")
+@_ctc(name="_cudnn_ctc_loss_backward")
 def _ctc_loss_backward(
     grad_out: Gradient, loss: Tensor, raw_grad: Tensor, zero_infinity: bool
 ) -> Tensor:

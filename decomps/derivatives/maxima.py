@@ -4,29 +4,20 @@ operator says with an index which of them it has taken.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from normpass.decomps.axes import put_back, reduced
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import FILE, Gradient, Tangent, manual
-from normpass.decomps.registry import formula
+from normpass.decomps.manual import Gradient, Ints, Tangent, manual
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
+aten = torch.ops.aten
 
 # --- shared by equal values ---------------------------------------------------------------------
 
 
-@manual(
-    "grad: , input: *d, value: -> dself: *d",
-    of="max",
-    compared=("input", "value"),
-)
+@manual("grad: , input: *d, value: -> dself: *d", of="max", compared=("input", "value"))
 def evenly_distribute_backward(grad: Gradient, input: Tensor, value: Tensor) -> Tensor:
     """y = one of x:  dx = grad / count, at those elements, count in number, that are y
 
@@ -36,36 +27,21 @@ def evenly_distribute_backward(grad: Gradient, input: Tensor, value: Tensor) -> 
     return (grad / chosen.sum()).masked_fill(~chosen, 0)
 
 
-@manual(
-    "fw_grad: *d, input: *d, value: -> value_t: ",
-    results=(Result(like("value"), None),),
-    of="max",
-    compared=("input", "value"),
-)
+@manual("fw_grad: *d, input: *d, value: -> value_t: ", of="max", compared=("input", "value"))
 def evenly_read_jvp(fw_grad: Tangent, input: Tensor, value: Tensor) -> Tensor:
     """y = one of x:  dy = the mean of dx at those elements that are y"""
     chosen = input == value
     return fw_grad.masked_fill(~chosen, 0).sum() / chosen.sum()
 
 
-@manual(
-    "grad: *n 1, mask: *n d -> dself: *n d",
-    of="amax",
-)
-def scale_grad_by_count(grad: Gradient, mask: Tensor, dims: Sequence[int]) -> Tensor:
+@manual("grad: *n 1, mask: *n d -> dself: *n d", of="amax")
+def scale_grad_by_count(grad: Gradient, mask: Tensor, dims: Ints) -> Tensor:
     """y = max_d(x), with its axes:  dx = grad / count_d(mask), at the mask: where x = y"""
     return grad / mask.sum(list(dims), keepdim=True) * mask
 
 
-@manual(
-    "x: *n d, dx: *n d, result: *n -> result_t: *n",
-    results=(Result(like("result"), None),),
-    of="amax",
-    compared=("x", "result"),
-)
-def amaxamin_jvp(
-    x: Tensor, dx: Tangent, result: Tensor, dim: Sequence[int], keepdim: bool
-) -> Tensor:
+@manual("x: *n d, dx: *n d, result: *n -> result_t: *n", of="amax", compared=("x", "result"))
+def amaxamin_jvp(x: Tensor, dx: Tangent, result: Tensor, dim: Ints, keepdim: bool) -> Tensor:
     """y = max_d(x):  dy = the mean along d of dx, where x = y"""
     axes = reduced(x, dim)
     mask = x == (result if keepdim else put_back(result, axes))
@@ -76,7 +52,7 @@ def amaxamin_jvp(
 @manual(
     "self: *n d, grad_min: *n, grad_max: *n, min: *n, max: *n -> dself: *n d",
     sample=lambda self, dim: {"min": self.amin(dim), "max": self.amax(dim)},
-    of=lambda self, dim: (self.amin(dim), self.amax(dim)),
+    of=aten.aminmax.default,
     compared=("self", "min", "max"),
 )
 def aminmax_backward(
@@ -101,9 +77,8 @@ def aminmax_backward(
 
 @manual(
     "self_p: *n d, self_t: *n d, result: *n -> result_t: *n",
-    results=(Result(like("result"), None),),
     sample=lambda self_p, dim: {"result": self_p.amax(dim)},
-    of=lambda self_p, dim: self_p.amax(dim),
+    of=aten.amax.default,
     compared=("self_p", "result"),
 )
 def aminmax_jvp(
@@ -116,21 +91,11 @@ def aminmax_jvp(
 # --- told by an index ---------------------------------------------------------------------------
 
 
-@formula(
-    "jvp",
-    "gather_with_keepdimed_indices(Tensor? input, int dim, Tensor indices, bool keepdim) -> Tensor",
-    source=f"{FILE}: gather_with_keepdimed_indices",
-    shapes="input: *n d, indices: *n -> values_t: *n",
-    results=(Result(like("input"), None),),
-    zeros=("input",),
-    of="max.dim",
-)
+@manual("input: *n d, indices: *n -> values_t: *n", of="max.dim")
 def gather_with_keepdimed_indices(
-    input: Tensor, dim: int, indices: Tensor, keepdim: bool
+    input: Tangent, dim: int, indices: Tensor, keepdim: bool
 ) -> Tensor:
     """y_n = x_(n, i_n):  dy_n = dx_(n, i_n)"""
-    if absent(input):
-        return input
     found = input.gather(dim, indices if keepdim else indices.unsqueeze(dim))
     return found if keepdim else found.squeeze(dim)
 
@@ -143,14 +108,8 @@ def _unpooled(self: Tensor) -> dict[str, Any]:
     return {"indices": places.expand(self.shape), "output_size": [2 * high, 2 * wide]}
 
 
-@manual(
-    "grad: *n 2c 2k, indices: *n c k -> dself: *n c k",
-    of="max_unpool2d",
-    sample=_unpooled,
-)
+@manual("grad: *n 2c 2k, indices: *n c k -> dself: *n c k", of="max_unpool2d", sample=_unpooled)
 def max_pool_double_backward(grad: Gradient, indices: Tensor, dim: int) -> Tensor:
     """dx_(i_k) = dy_k, i numbers within the last dim axes:  its transpose, grad_(i_k)"""
-    if absent(grad):
-        return grad
     places = indices.flatten(-dim)
     return grad.flatten(-dim).gather(-1, places).view(indices.shape)

@@ -5,30 +5,26 @@ Their sizes are a tensor, in whose numbers a formula has to look where a gradien
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent
-from normpass.decomps.manual import Gradient, manual
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-_AS_TOLD = (Result(lambda given: given["dtype"], None),)
+from normpass.decomps.conventions import Arguments, absent
+from normpass.decomps.manual import Gradient, Gradients, Ints, Tensors, manual
 
 
-def _nested(parts: Sequence[Tensor]) -> Tensor:
+def _told(given: Arguments) -> torch.dtype:
+    return given["dtype"]
+
+
+def _nested(parts: Tensors) -> Tensor:
     return torch._nested_tensor_from_tensor_list(list(parts))
 
 
 @manual("grad: n *s, input: n *s -> dinput: n *s", as_given=True)
 def _nested_from_padded_backward(grad: Gradient, input: Tensor, do_transform_0213: bool) -> Tensor:
     """y = x without its padding:  dx = grad, with zeros for it;  0213: x: n h s d -> n s (h d)"""
-    if absent(grad):
-        return grad
     if not do_transform_0213:
         return grad.to_padded_tensor(0.0, input.shape)
     n, h, s, d = input.shape
@@ -36,25 +32,16 @@ def _nested_from_padded_backward(grad: Gradient, input: Tensor, do_transform_021
     return padded.unflatten(-1, (h, d)).transpose(1, 2)
 
 
-@manual("grads: *n, nt_sizes: k d -> dself: k *n", results=_AS_TOLD, as_given=True)
-def unbind_backward_nested(
-    grads: Sequence[Gradient],
-    nt_sizes: Tensor,
-    dim: int,
-    dtype: torch.dtype,
-    layout: torch.layout,
-    device: torch.device,
-    pin_memory: bool | None,
-) -> Tensor:
+@manual("grads: *n, nt_sizes: k d -> dself: k *n", dtype=_told, as_given=True)
+def unbind_backward_nested(grads: Gradients, nt_sizes: Tensor, dim: int, **options: Any) -> Tensor:
     """x_1, x_2, .. = x:  dx = (dx_1, dx_2, ..), with zeros for what is not there"""
-    options: dict[str, Any] = {"dtype": dtype, "layout": layout, "device": device}
     sizes = nt_sizes.tolist() if any(map(absent, grads)) else [None] * len(grads)
     pairs = zip(grads, sizes, strict=True)
     return _nested([torch.zeros(size, **options) if absent(g) else g for g, size in pairs])
 
 
 @manual("grads: *n, self: k *n -> dself: k *n", as_given=True)
-def unbind_backward_nested_jagged(grads: Sequence[Gradient], self: Tensor, dim: int) -> Tensor:
+def unbind_backward_nested_jagged(grads: Gradients, self: Tensor, dim: int) -> Tensor:
     """x_1, x_2, .. = x:  dx = (dx_1, dx_2, ..), in a buffer like that of x, zeros elsewhere"""
     if dim != 0:
         raise ValueError(f"expected a jagged tensor to be unbound along dim 0; found {dim}")
@@ -72,20 +59,12 @@ def unbind_backward_nested_jagged(grads: Sequence[Gradient], self: Tensor, dim: 
     )
 
 
-@manual("grads: k *n, nt_sizes: k d -> dself: k *n", results=_AS_TOLD, as_given=True)
+@manual("grads: k *n, nt_sizes: k d -> dself: k *n", dtype=_told, as_given=True)
 def _nested_split_with_sizes_backward(
-    grads: Sequence[Gradient],
-    split_sizes: Sequence[int],
-    dim: int,
-    nt_sizes: Tensor,
-    dtype: torch.dtype,
-    layout: torch.layout,
-    device: torch.device,
-    pin_memory: bool | None,
+    grads: Gradients, split_sizes: Ints, dim: int, nt_sizes: Tensor, **options: Any
 ) -> Tensor:
     """x_1, x_2, .. = split(x):  dx = cat(dx_1, dx_2, ..), with zeros for what is not there"""
     dim = dim % (nt_sizes.shape[1] + 1)
-    options: dict[str, Any] = {"dtype": dtype, "layout": layout, "device": device}
 
     def zeros(length: int) -> Tensor:
         each = ((*size[: dim - 1], length, *size[dim:]) for size in nt_sizes.tolist())

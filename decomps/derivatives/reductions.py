@@ -3,63 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.linalg import vector_norm
 
 from normpass.decomps.axes import put_back, reduced
-from normpass.decomps.conventions import Result, absent, like
 from normpass.decomps.derivatives.scans import products_before
-from normpass.decomps.manual import Gradient, Number, Tangent, manual
+from normpass.decomps.manual import Dims, Gradient, Ints, Number, Real, Tangent, manual
 from normpass.decomps.neutral import ZERO
-from normpass.decomps.registry import formula
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+aten = torch.ops.aten
 
-    from torch import Tensor
-
-MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
-
-_SELF = (Result(like("self"), None),)
-_OF_NORM = (Result(like("norm"), None),)
 _AT_ZERO = (
     "zero, a subgradient, where the norm or an element is zero, and from there on: a norm with "
     "p < 2 has no second derivative at an element that is zero"
 )
 
 
-@formula(
-    "vjp",
-    "sum_backward(Tensor? grad, SymInt[] sizes, int[1]? opt_dims, bool keepdim) -> Tensor",
-    source=f"{MANUAL}: sum_backward",
-    shapes="grad: *n -> dself: *n *d",
-    results=(Result(like("grad"), None),),
-    zeros=("grad",),
+@manual(
+    "grad: *n -> dself: *n *d",
     of=lambda self, opt_dims, keepdim: self.sum(opt_dims, keepdim=keepdim),
     as_given=True,
     why="a copy, where upstream returns a view of the gradient: an operator's result is its own",
 )
-def sum_backward(
-    grad: Tensor, sizes: Sequence[int], opt_dims: Sequence[int] | None, keepdim: bool
-) -> Tensor:
+def sum_backward(grad: Gradient, sizes: Ints, opt_dims: Dims | None, keepdim: bool) -> Tensor:
     """y = sum_d(x):  dself = grad, repeated along d"""
     if opt_dims and sizes and not keepdim:
         grad = put_back(grad, [axis % len(sizes) for axis in opt_dims])
-    return grad if absent(grad) else grad.expand(sizes).clone()
+    return grad.expand(sizes).clone()
 
 
-@manual(
-    "grad: *n -> dself: *n *d",
-    of="mean.dim",
-)
+@manual("grad: *n -> dself: *n *d", of="mean.dim")
 def mean_backward(
-    grad: Gradient,
-    shape: Sequence[int],
-    opt_dim: Sequence[int] | None,
-    numel: int,
-    keepdim: bool,
+    grad: Gradient, shape: Ints, opt_dim: Ints | None, numel: int, keepdim: bool
 ) -> Tensor:
     """y = mean_d(x):  dx = grad / N, N the length of d, repeated along d"""
     axes = [axis % len(shape) for axis in opt_dim or range(len(shape))] if shape else []
@@ -71,9 +48,7 @@ def mean_backward(
     "grad: *n, self: *n *d -> dself: *n *d",
     of=lambda self, dims, keepdim: self.nansum(dims, keepdim),
 )
-def nansum_backward(
-    grad: Gradient, self: Tensor, dims: Sequence[int] | None, keepdim: bool
-) -> Tensor:
+def nansum_backward(grad: Gradient, self: Tensor, dims: Ints | None, keepdim: bool) -> Tensor:
     """y = sum_d(x), without what is NaN:  dx = grad repeated along d, zero at NaN"""
     return sum_backward(grad, self.shape, dims, keepdim) * ~self.isnan()
 
@@ -86,35 +61,26 @@ def _others(x: Tensor, dim: int) -> Tensor:
     return products_before(x, dim) * products_before(x.flip(dim), dim).flip(dim)
 
 
-@formula(
-    "vjp",
-    "prod_backward(Tensor? grad, Tensor input, Tensor result) -> Tensor",
-    source=f"{MANUAL}: prod_backward",
-    shapes="grad: , input: *d, result: -> dinput: *d",
-    results=(Result(like("input"), None),),
-    zeros=("grad",),
+@manual(
+    "grad: , input: *d, result: -> dinput: *d",
     sample=lambda input: {"result": input.prod()},
-    of=lambda input: input.prod(),
+    of=aten.prod.default,
     why="upstream divides the result where it finds no zero, which a trace cannot ask",
 )
-def prod_backward(grad: Tensor, input: Tensor, result: Tensor) -> Tensor:
+def prod_backward(grad: Gradient, input: Tensor, result: Tensor) -> Tensor:
     """y = prod(x):  dinput_i = grad * conj(prod over j other than i of x_j)"""
     return grad * _others(input.reshape(-1), 0).reshape(input.shape).conj()
 
 
-@formula(
-    "vjp",
-    "prod_backward.dim(Tensor? grad, Tensor input, Tensor result, int dim, bool keepdim) -> Tensor",
-    source=f"{MANUAL}: prod_backward",
-    shapes="grad: *n, input: *n d, result: *n -> dinput: *n d",
-    results=(Result(like("input"), None),),
-    zeros=("grad",),
+@manual(
+    "grad: *n, input: *n d, result: *n -> dinput: *n d",
+    name="prod_backward.dim",
     sample=lambda input, dim, keepdim: {"result": input.prod(dim, keepdim)},
-    of=lambda input, dim, keepdim: input.prod(dim, keepdim),
+    of=aten.prod.dim_int,
     why="upstream divides the result where it finds no zero, which a trace cannot ask",
 )
 def prod_backward_dim(
-    grad: Tensor, input: Tensor, result: Tensor, dim: int, keepdim: bool
+    grad: Gradient, input: Tensor, result: Tensor, dim: int, keepdim: bool
 ) -> Tensor:
     """y = prod_d(x):  dinput_i = grad * conj(prod over j other than i of x_j)"""
     if input.dim() == 0:
@@ -133,7 +99,7 @@ def prod_safe_zeros_backward(grad: Gradient, inp: Tensor, dim: int) -> Tensor:
 # --- norms ---------------------------------------------------------------------------------------
 
 
-def _slope(x: Tensor, norm: Tensor, p: float, axes: Sequence[int]) -> Tensor:
+def _slope(x: Tensor, norm: Tensor, p: float, axes: Ints) -> Tensor:
     """norm = sum_d(|x|^p)^(1/p), with its axes:  dnorm / dx = sgn(x) * (|x| / norm)^(p - 1)
 
     p = inf:  sgn(x) / count_d, at those of the elements, count_d in number, whose |x| is the norm
@@ -155,20 +121,15 @@ def _slope(x: Tensor, norm: Tensor, p: float, axes: Sequence[int]) -> Tensor:
     return x.sgn() * ratio.pow(p - 1).masked_fill(nothing, 0)
 
 
-@formula(
-    "vjp",
-    "norm_backward.dim(Tensor? grad, Tensor self, Scalar? p_, Tensor norm, int[1] dim, "
-    "bool keepdim) -> Tensor",
-    source=f"{MANUAL}: norm_backward",
-    shapes="grad: *n, self: *n *d, norm: *n -> dself: *n *d",
-    results=_SELF,
-    zeros=("grad",),
+@manual(
+    "grad: *n, self: *n *d, norm: *n -> dself: *n *d",
+    name="norm_backward.dim",
     sample=lambda self, p_, dim, keepdim: {"norm": vector_norm(self, p_, dim, keepdim)},
     of=lambda self, p_, dim, keepdim: vector_norm(self, p_, dim, keepdim),
     why=_AT_ZERO,
 )
 def norm_backward_dim(
-    grad: Tensor, self: Tensor, p_: float | None, norm: Tensor, dim: Sequence[int], keepdim: bool
+    grad: Gradient, self: Tensor, p_: Real | None, norm: Tensor, dim: Dims, keepdim: bool
 ) -> Tensor:
     """norm = sum_d(|x|^p)^(1/p):  dself = grad * sgn(x) * (|x| / norm)^(p - 1)
 
@@ -176,48 +137,33 @@ def norm_backward_dim(
     """
     p = 2.0 if p_ is None else float(p_)
     if p == 0:
-        return ZERO  # type: ignore[return-value]
+        return ZERO
     axes = reduced(self, dim)
     if not keepdim:
         grad, norm = put_back(grad, axes), put_back(norm, axes)
     return grad * _slope(self, norm, p, axes)
 
 
-@formula(
-    "vjp",
-    "norm_backward(Tensor? grad, Tensor self, Scalar? p_, Tensor norm) -> Tensor",
-    source=f"{MANUAL}: norm_backward",
-    shapes="grad: , self: *d, norm: -> dself: *d",
-    results=_SELF,
-    zeros=("grad",),
+@manual(
+    "grad: , self: *d, norm: -> dself: *d",
     sample=lambda self, p_: {"norm": vector_norm(self, p_)},
     of=lambda self, p_: vector_norm(self, p_),
     why=_AT_ZERO,
 )
-def norm_backward(grad: Tensor, self: Tensor, p_: float | None, norm: Tensor) -> Tensor:
+def norm_backward(grad: Gradient, self: Tensor, p_: Real | None, norm: Tensor) -> Tensor:
     """As above, over all axes: numbers broadcast as they are."""
     return norm_backward_dim(grad, self, p_, norm, [], True)
 
 
-@formula(
-    "jvp",
-    "norm_jvp.dim(Tensor self_p, Tensor? self_t, Scalar? p_, Tensor norm, int[1] dim, "
-    "bool keepdim) -> Tensor",
-    source=f"{MANUAL}: norm_jvp",
-    shapes="self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n",
-    results=_OF_NORM,
-    zeros=("self_t",),
+@manual(
+    "self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n",
+    name="norm_jvp.dim",
     sample=lambda self_p, p_, dim, keepdim: {"norm": vector_norm(self_p, p_, dim, keepdim)},
     of=lambda self_p, p_, dim, keepdim: vector_norm(self_p, p_, dim, keepdim),
     why=_AT_ZERO,
 )
 def norm_jvp_dim(
-    self_p: Tensor,
-    self_t: Tensor,
-    p_: float | None,
-    norm: Tensor,
-    dim: Sequence[int],
-    keepdim: bool,
+    self_p: Tensor, self_t: Tangent, p_: Real | None, norm: Tensor, dim: Dims, keepdim: bool
 ) -> Tensor:
     """norm = sum_d(|x|^p)^(1/p):  norm_t = sum_d(Re(conj(x_t) * sgn(x)) * (|x| / norm)^(p - 1))"""
     p = 2.0 if p_ is None else float(p_)
@@ -229,33 +175,24 @@ def norm_jvp_dim(
     return (slope * self_t.conj()).sum(axes, keepdim=keepdim)
 
 
-@formula(
-    "jvp",
-    "norm_jvp(Tensor self_p, Tensor? self_t, Scalar? p_, Tensor norm) -> Tensor",
-    source=f"{MANUAL}: norm_jvp",
-    shapes="self_p: *d, self_t: *d, norm: -> norm_t: ",
-    results=_OF_NORM,
-    zeros=("self_t",),
+@manual(
+    "self_p: *d, self_t: *d, norm: -> norm_t: ",
     sample=lambda self_p, p_: {"norm": vector_norm(self_p, p_)},
     of=lambda self_p, p_: vector_norm(self_p, p_),
     why=_AT_ZERO,
 )
-def norm_jvp(self_p: Tensor, self_t: Tensor, p_: float | None, norm: Tensor) -> Tensor:
+def norm_jvp(self_p: Tensor, self_t: Tangent, p_: Real | None, norm: Tensor) -> Tensor:
     """As above, over all axes."""
     return norm_jvp_dim(self_p, self_t, p_, norm, [], False)
 
 
-@manual(
-    "grad: *n, self: *n *d, norm: *n -> dself: *n *d",
-    of="linalg_vector_norm",
-    why=_AT_ZERO,
-)
+@manual("grad: *n, self: *n *d, norm: *n -> dself: *n *d", of="linalg_vector_norm", why=_AT_ZERO)
 def linalg_vector_norm_backward(
     grad: Gradient,
     self: Tensor,
     scalar_ord: Number,
     norm: Tensor,
-    opt_dim: Sequence[int] | None,
+    opt_dim: Ints | None,
     keepdim: bool,
 ) -> Tensor:
     """norm = sum_d(|x|^p)^(1/p):  dself = grad * sgn(x) * (|x| / norm)^(p - 1)"""
@@ -263,17 +200,14 @@ def linalg_vector_norm_backward(
 
 
 @manual(
-    "self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n",
-    results=_OF_NORM,
-    of="linalg_vector_norm",
-    why=_AT_ZERO,
+    "self_p: *n *d, self_t: *n *d, norm: *n -> norm_t: *n", of="linalg_vector_norm", why=_AT_ZERO
 )
 def linalg_vector_norm_jvp(
     self_p: Tensor,
     self_t: Tangent,
     scalar_ord: Number,
     norm: Tensor,
-    opt_dim: Sequence[int] | None,
+    opt_dim: Ints | None,
     keepdim: bool,
 ) -> Tensor:
     """norm_t = sum_d(Re(conj(x_t) * sgn(x)) * (|x| / norm)^(p - 1))"""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from normpass.decomps.conventions import absent
-from normpass.decomps.manual import Gradient, manual
+from normpass.decomps.manual import Gradient, Ints, manual
 from normpass.decomps.neutral import ZERO
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 _OF_LSTM: dict[str, Any] = {
     "mode": 2,
@@ -74,7 +70,7 @@ def mkldnn_rnn_layer_differentiable_backward(
     has_biases: bool,
     train: bool,
     bidirectional: bool,
-    batch_sizes: Sequence[int],
+    batch_sizes: Ints,
     batch_first: bool,
     workspace: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -85,7 +81,7 @@ def mkldnn_rnn_layer_differentiable_backward(
     """
     gy, gh, gc = grad_output_r_opt, grad_hy_r_opt, grad_cy_r_opt
     if absent(gy) and absent(gh) and absent(gc):
-        return (ZERO,) * 7  # type: ignore[return-value]
+        return (ZERO,) * 7
     x = input.flip(0) if reverse else input
     gy = gy.flip(0) if reverse else gy
     z = x @ weight0.mT

@@ -6,23 +6,18 @@ one element from the next, times a factor, and what comes anew.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.conventions import absent
 from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.neutral import ONE
 from normpass.decomps.operators import is_differentiated
-from normpass.decomps.registry import formula
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 aten = torch.ops.aten
-# Not among the formulas of FunctionsManual.cpp: an operator of its own.
-SOURCE = "aten/src/ATen/native/ReduceOps.cpp"
 
 
 def products_before(x: Tensor, dim: int) -> Tensor:
@@ -104,39 +99,27 @@ def _unrowed(rows: Tensor, dim: int, like: Tensor) -> Tensor:
 # --- products ------------------------------------------------------------------------------------
 
 
-@formula(
-    "vjp",
-    "cumprod_backward(Tensor? grad, Tensor input, int dim, Tensor output) -> Tensor",
-    source=f"{SOURCE}: cumprod_backward",
-    shapes="grad: *n d, input: *n d, output: *n d -> dinput: *n d",
-    results=(Result(like("input"), None),),
-    zeros=("grad",),
+@manual(
+    "grad: *n d, input: *n d, output: *n d -> dinput: *n d",
+    source="aten/src/ATen/native/ReduceOps.cpp: cumprod_backward",
     sample=lambda input, dim: {"output": input.cumprod(dim)},
-    of=lambda input, dim: input.cumprod(dim),
+    of=aten.cumprod.default,
     why="by a division it would be a cumulative sum, but wrong at zeros, and the ways around them "
     "either ask for the values or are wrong to second order",
 )
-def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
+def cumprod_backward(grad: Gradient, input: Tensor, dim: int, output: Tensor) -> Tensor:
     """y_i = prod_{j <= i}(x_j):
 
     dinput_k = conj(prod_{j < k}(x_j)) * s_k,  s_k = grad_k + conj(x_(k+1)) * s_(k+1)
     """
-    if absent(grad):
-        return grad
     x, g = _rows(dim, input.conj(), grad)
     later = _recurrence(x[..., 1:], g, reverse=True)
     return _unrowed(products_before(x, -1) * later, dim, input)
 
 
-@manual(
-    "self_t: *n d, self_p: *n d, result: *n d -> result_t: *n d",
-    results=(Result(like("result"), None),),
-    of="cumprod",
-)
+@manual("self_t: *n d, self_p: *n d, result: *n d -> result_t: *n d", of="cumprod")
 def cumprod_jvp(self_t: Tangent, self_p: Tensor, result: Tensor, dim: int) -> Tensor:
     """y_i = prod_{j <= i}(x_j):  y_t_i = x_t_i * prod_{j < i}(x_j) + x_i * y_t_(i-1)"""
-    if absent(self_t):
-        return self_t
     x, t = _rows(dim, self_p, self_t)
     return _unrowed(_recurrence(x[..., 1:], t * products_before(x, -1)), dim, self_p)
 
@@ -144,7 +127,7 @@ def cumprod_jvp(self_t: Tangent, self_p: Tensor, result: Tensor, dim: int) -> Te
 # --- sums ----------------------------------------------------------------------------------------
 
 
-@manual("grad: *n d -> dself: *n d", of=lambda self, dim: self.cumsum(dim))
+@manual("grad: *n d -> dself: *n d", of=aten.cumsum.default)
 def cumsum_backward(grad: Gradient, dim: int) -> Tensor:
     """y_i = sum_{j <= i}(x_j):  dx_j = sum_{i >= j}(grad_i)"""
     if absent(grad) or grad.dim() == 0 or grad.numel() <= 1:
@@ -179,24 +162,18 @@ def logcumsumexp_backward(grad: Gradient, self: Tensor, result: Tensor, dim: int
 
     dx_j = conj(exp(x_j - y_j)) * s_j,  s_j = grad_j + conj(exp(y_j - y_(j+1))) * s_(j+1)
     """
-    if absent(grad):
-        return grad
     x, y, g = _rows(dim, self, result, grad)
     new, links, one = _shares(x, y)
     later = _recurrence(links.conj(), g / one.conj(), reverse=True)
     return _unrowed(new.conj() * later, dim, self)
 
 
-@manual(
-    "self_p: *n d, self_t: *n d -> result_t: *n d", of=lambda self_p, dim: self_p.logcumsumexp(dim)
-)
+@manual("self_p: *n d, self_t: *n d -> result_t: *n d", of=aten.logcumsumexp.default)
 def logcumsumexp_jvp(self_p: Tensor, self_t: Tangent, dim: int) -> Tensor:
     """y_i = log(sum_{j <= i}(exp(x_j))):
 
     y_t_i = exp(x_i - y_i) * x_t_i + exp(y_(i-1) - y_i) * y_t_(i-1)
     """
-    if absent(self_t):
-        return self_t
     x, t = _rows(dim, self_p, self_t)
     new, links, one = _shares(x, x.logcumsumexp(-1))
     return _unrowed(_recurrence(links, new * t) / one, dim, self_p)

@@ -9,17 +9,15 @@ if it is included, of self at i. The weights of a result in its elements are pro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.conventions import absent
 from normpass.decomps.manual import Gradient, Tangent, manual
-from normpass.decomps.neutral import ONE, ZERO
+from normpass.decomps.neutral import ONE
 from normpass.decomps.operators import is_differentiated
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -164,8 +162,6 @@ def scatter_reduce_backward(
     result: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """dself_i = grad_i * common_i * of_self_i,  dsrc_e = (grad * common)_index(e) * of_src_e"""
-    if absent(grad):
-        return ZERO, ZERO  # type: ignore[return-value]
     groups = _Groups(dim, index)
     return _backward(grad, groups, _weights(groups, self, src, reduce, include_self, result))
 
@@ -188,8 +184,6 @@ def index_reduce_backward(
     result: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As scatter_reduce's, with an index for each slice along an axis"""
-    if absent(grad):
-        return ZERO, ZERO  # type: ignore[return-value]
     groups = _Groups(dim, _of_slices(index, dim, source))
     return _backward(grad, groups, _weights(groups, self, source, reduce, include_self, result))
 
@@ -197,7 +191,6 @@ def index_reduce_backward(
 @manual(
     "self_p: *n d, self_t: *n d, index: *n m, src_p: *n m, src_t: *n m, result: *n d "
     "-> result_t: *n d",
-    results=(Result(like("result"), None),),
     of="scatter_reduce.two",
     sample=_scattered,
     compared=("self_p", "src_p", "result"),

@@ -4,18 +4,11 @@ counts twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import Gradient, Number, manual
+from normpass.decomps.manual import Gradient, Ints, Mask, Number, manual
 from normpass.decomps.neutral import ZERO
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 
 def _times(x: Tensor, factor: Number) -> Tensor:
@@ -30,8 +23,6 @@ def _adjoint(x: Tensor) -> Tensor:
 @manual("grad: n m, mat1: n k, mat2: k m -> dmat1: n k", as_given=True)
 def mm_mat1_sparse_backward(grad: Gradient, mat1: Tensor, mat2: Tensor, alpha: Number) -> Tensor:
     """Y = alpha A B:  dA = conj(alpha) grad B^H, where A has elements"""
-    if absent(grad):
-        return grad
     if mat1.layout == torch.sparse_csr:
         alpha = alpha.conjugate()
         return torch.sparse.sampled_addmm(mat1, grad, _adjoint(mat2), beta=0, alpha=alpha)
@@ -41,7 +32,6 @@ def mm_mat1_sparse_backward(grad: Gradient, mat1: Tensor, mat2: Tensor, alpha: N
 
 @manual(
     "grad: n m, self: n m, mat1: n k, mat2: k m -> dself: n m, dmat1: n k, dmat2: k m",
-    results=(Result(like("grad"), None),) * 3,
     as_given=True,
 )
 def sparse_sampled_addmm_backward(
@@ -51,15 +41,13 @@ def sparse_sampled_addmm_backward(
     mat2: Tensor | None,
     alpha: Number,
     beta: Number,
-    grad_input_mask: Sequence[bool],
+    grad_input_mask: Mask,
 ) -> tuple[Tensor, ...]:
     """Y = beta C + alpha A B, where C has elements:  the gradient is taken there"""
-    if absent(grad):
-        return grad, grad, grad
     there = grad.sparse_mask(self)
     return (
         _times(grad, beta),
-        ZERO if mat2 is None else _times(there @ _adjoint(mat2), alpha),  # type: ignore[return-value]
+        ZERO if mat2 is None else _times(there @ _adjoint(mat2), alpha),
         ZERO if mat1 is None else _times(_adjoint(mat1) @ there, alpha),
     )
 
@@ -67,8 +55,6 @@ def sparse_sampled_addmm_backward(
 @manual("grad: *n, mask: *n -> dself: *n", as_given=True)
 def sparse_mask_backward(grad: Gradient, mask: Tensor, self_layout: torch.layout) -> Tensor:
     """y = x, where the mask has elements, as often as it has them:  so dx is of the gradient"""
-    if absent(grad):
-        return grad
     found = grad.sparse_mask(mask)
     return found.to_dense() if self_layout == torch.strided else found
 
@@ -78,8 +64,6 @@ def sparse_sparse_matmul_backward(grad: Gradient, a: Tensor, b: Tensor, grad_ord
     """Y = A B:  dA = grad B^H, where A has elements;  of order 1:  dB = A^H grad, where B has"""
     if grad_order not in (0, 1):
         raise ValueError(f"expected grad_order to be 0, of a, or 1, of b; found {grad_order}")
-    if absent(grad):
-        return grad
     if grad_order == 0:
         return torch.sparse.mm(grad, _adjoint(b)).sparse_mask(a.coalesce())
     return torch.sparse.mm(_adjoint(a), grad).sparse_mask(b.coalesce())
@@ -90,11 +74,9 @@ def sparse_sparse_matmul_backward(grad: Gradient, a: Tensor, b: Tensor, grad_ord
 
 @manual("grad: *n -> dself: *n", as_given=True)
 def to_sparse_backward(
-    grad: Gradient, self_layout: torch.layout, self_blocksize: Sequence[int] | None
+    grad: Gradient, self_layout: torch.layout, self_blocksize: Ints | None
 ) -> Tensor:
     """y = x in another layout:  dx = grad, in the layout of x"""
-    if absent(grad):
-        return grad
     if self_layout == torch.strided:
         return grad.to_dense()
     blocks = None if self_blocksize is None else tuple(self_blocksize)
@@ -104,8 +86,6 @@ def to_sparse_backward(
 @manual("grad: *m, self: *n -> dself: *n", as_given=True)
 def values_backward(grad: Gradient, self: Tensor) -> Tensor:
     """y = the elements of x:  dx has elements grad at the places of those of x"""
-    if absent(grad):
-        return grad
     # The places are those of a tensor: they need no second look.
     if self.layout == torch.sparse_coo:
         places = self.indices()

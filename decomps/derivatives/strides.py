@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from normpass.decomps.conventions import absent, working
-from normpass.decomps.manual import Gradient, manual
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from normpass.decomps.conventions import working
+from normpass.decomps.manual import Gradient, Ints, manual
 
 aten = torch.ops.aten
 
@@ -26,9 +21,7 @@ class _Storage:
     view   where those of the view are
     """
 
-    def __init__(
-        self, x: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int | None
-    ) -> None:
+    def __init__(self, x: Tensor, sizes: Ints, strides: Ints, offset: int | None) -> None:
         at = x.storage_offset()
         to = at if offset is None else offset
         start = torch.sym_min(at, to)
@@ -38,7 +31,7 @@ class _Storage:
         self.input, self.view = (places.as_strided(*g).reshape(-1) for g in geometries)
 
 
-def _end(sizes: Sequence[int], strides: Sequence[int], offset: int) -> int:
+def _end(sizes: Ints, strides: Ints, offset: int) -> int:
     if 0 in sizes:
         return offset
     return offset + 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
@@ -72,16 +65,14 @@ def _may_overlap(x: Tensor) -> bool:
 def as_strided_backward(
     grad: Gradient,
     input_geometry: Tensor,
-    sym_sizes: Sequence[int],
-    sym_strides: Sequence[int],
+    sym_sizes: Ints,
+    sym_strides: Ints,
     sym_storage_offset_: int | None,
 ) -> Tensor:
     """y_k = storage[p(k)],  x_i = storage[q(i)]:
 
     dx_i = sum_{p(k) = q(i)}(grad_k) / count_{q(j) = q(i)}(j)
     """
-    if absent(grad):
-        return grad
     if grad.numel() == 0 or input_geometry.numel() == 0:
         return grad.new_zeros(input_geometry.shape)
     places = _Storage(input_geometry, sym_sizes, sym_strides, sym_storage_offset_)
@@ -119,13 +110,11 @@ def as_strided_scatter_backward(
     grad: Gradient,
     input_geometry: Tensor,
     src_geometry: Tensor,
-    sizes: Sequence[int],
-    strides: Sequence[int],
+    sizes: Ints,
+    strides: Ints,
     storage_offset: int | None,
 ) -> Tensor:
     """y = x, but src at some places:  dx = grad, zero at those places"""
-    if absent(grad):
-        return grad
     places = _Storage(input_geometry, sizes, strides, storage_offset)
     written = torch.zeros(places.size, dtype=torch.bool, device=grad.device)
     written = written.index_fill(0, places.view, True)

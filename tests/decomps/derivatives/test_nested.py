@@ -118,8 +118,10 @@ def test_second_derivatives() -> None:
     )
     x = nested()
     g = [torch.randn_like(part).requires_grad_() for part in x.unbind()]
-    args = (x._nested_tensor_size(), 0, x.dtype, x.layout, x.device, None)
-    found = torch.ops.normpass.unbind_backward_nested([None, *g[1:]], *args)
+    like = {"dtype": x.dtype, "layout": x.layout, "device": x.device}
+    found = torch.ops.normpass.unbind_backward_nested(
+        [None, *g[1:]], x._nested_tensor_size(), 0, **like
+    )
     h = [torch.randn_like(part) for part in g]
     pulled = torch.autograd.grad(found, g[1:], torch.nested.nested_tensor(h))
     assert_close(pulled, tuple(h[1:]))
