@@ -79,7 +79,12 @@ class Rule:
     constants: tuple[int, ...] = ()
     compared: tuple[str, ...] = ()
 
+    # What tools read of a function: inspect.signature, help, documentation generators.
+    __name__ = property(lambda self: getattr(self.function, "__name__", self.name))
+    __signature__ = property(lambda self: inspect.signature(self.function))
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.function.__doc__)
         if self.kind not in KINDS:
             raise ValueError(f"a rule's kind is one of {', '.join(KINDS)}; found {self.kind!r}")
         if not self.name:
@@ -114,6 +119,15 @@ class Rule:
         return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(self.function)
 
 
+    def remove(self) -> None:
+        """Takes a rule out again that was declared with normpass.rule; harmless if it is gone.
+        Raises ValueError for a rule of normpass's own.
+        """
+        from normpass.decomps.user_rules import remove
+
+        remove(self)
+
+
 class UnknownRule(KeyError):
     """Asked for a rule that does not exist; the message says what is near."""
 
@@ -123,6 +137,8 @@ class UnknownRule(KeyError):
 
 
 _RULES: dict[tuple[Kind, OpOverload | str], Rule] = {}
+# Those of users, which stand before ours (decomps/user_rules.py).
+DECLARED: dict[tuple[Kind, OpOverload | str], Rule] = {}
 
 # The packages whose import registers rules.
 _ROOMS = (
@@ -277,7 +293,13 @@ def find_op(name: str) -> OpOverload | None:
 def rules() -> tuple[Rule, ...]:
     """Every rule, in the order of registration."""
     _load()
-    return tuple(_RULES.values())
+    return tuple({**_RULES, **DECLARED}.values())
+
+
+def declared_derivatives(op: OpOverload) -> dict[str, Callable[..., Any]]:
+    """What users say that an operator's vjp and jvp are."""
+    keys: tuple[Kind, ...] = ("vjp", "jvp")
+    return {kind: DECLARED[kind, op].function for kind in keys if (kind, op) in DECLARED}
 
 
 def _load() -> None:
@@ -328,7 +350,7 @@ def rule_of(kind: Kind, op: OpOverload | OpOverloadPacket) -> Rule:
     if isinstance(op, OpOverloadPacket):
         op = op.default
     _load()
-    if (found := _RULES.get((kind, op))) is not None:
+    if (found := DECLARED.get((kind, op)) or _RULES.get((kind, op))) is not None:
         return found
     known = {str(rule.op): rule for rule in rules() if rule.kind == kind and rule.op is not None}
     raise _unknown(f"{kind} rule", str(op), known)

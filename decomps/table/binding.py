@@ -50,13 +50,14 @@ class Vjp:
         self.row, self.op = row, row.op
         self.formulas: dict[tuple[str, ...], Formula | NoFormula] = {}
         self.of_results = [f"grad_{name}" for name in row.results]
-        asked = (*self.of_results, "grad", "grads", "grad_input_mask", EACH)
+        asked = (*self.of_results, "grad", "grads", "grad_input_mask", "needs", EACH)
         names = (*row.arguments, *row.results, *asked)
         for wrt, text in row.gradients.items():
             self.formulas[wrt] = _try(text, names, f"{row.op}: {', '.join(wrt)}")
-        self.own = registry.by_op("vjp").get(row.op)
+        ours = not row.is_declared
+        self.own = registry.by_op("vjp").get(row.op) if ours else None
         # Of a norm's backward: in upstream's formula the saved statistics are constants.
-        self.of_backward = registry.by_op("double_backward").get(row.op)
+        self.of_backward = registry.by_op("double_backward").get(row.op) if ours else None
         self.tensor = next(iter(row.differentiable), "")
 
     def __repr__(self) -> str:
@@ -113,7 +114,8 @@ class Vjp:
             return self.of_backward(grads, *args, needs=needs)
         if isinstance(formula, NoFormula):
             raise NotImplementedError(str(formula))
-        value = formula({**known, "grad_input_mask": [name in needs for name in wrt]})
+        mask = [name in needs for name in wrt]
+        value = formula({**known, "grad_input_mask": mask, "needs": needs})
         return {wrt[0]: value} if len(wrt) == 1 else dict(zip(wrt, value, strict=True))
 
     def _check(self, needs: Sequence[str]) -> None:
@@ -149,7 +151,8 @@ class Jvp:
         for result, text in row.tangents.items():
             if text not in (LINEAR, ELEMENTWISE):
                 self.formulas[result] = _try(text, names, f"{row.op}: {result}")
-        self.own = registry.by_op("jvp").get(row.op) if len(row.differentiable) == 1 else None
+        of_one = len(row.differentiable) == 1 and not row.is_declared
+        self.own = registry.by_op("jvp").get(row.op) if of_one else None
         self.reverse = Vjp(row) if ELEMENTWISE in row.tangents.values() else None
 
     def __repr__(self) -> str:
@@ -298,3 +301,9 @@ def jvp(op: OpOverload | OpOverloadPacket) -> Jvp:
     """
     row = row_of(op)
     return _JVPS.get(row.op) or _JVPS.setdefault(row.op, Jvp(row))
+
+
+def forget(op: OpOverload) -> None:
+    """What was read of an operator: its row is another now."""
+    _VJPS.pop(op, None)
+    _JVPS.pop(op, None)

@@ -55,12 +55,14 @@ def _one(known: Mapping[str, Any], name: str, i: int) -> Any:
     return value[i] if name[-2:] in ("_p", "_t") and isinstance(value, list | tuple) else value
 
 
-def compiled(expression: str, names: Collection[str], what: str) -> Formula:
+def compiled(expression: str | Formula, names: Collection[str], what: str) -> Formula:
     """The function of an expression of derivatives.yaml.
 
     names: what the row knows: arguments, results, gradients or tangents. what: the operator and the
     field, for messages. Raises NoFormula where a function that it calls does not exist here.
     """
+    if isinstance(expression, Formula):
+        return expression
     try:
         tree = translate(expression, METHODS.__contains__)
     except NotUnderstood as error:
@@ -174,6 +176,13 @@ def _is_of(value: Any, kind: str, numbers_are_tensors: bool) -> bool:
     if kind.startswith("List["):
         return isinstance(value, list | tuple)
     return not isinstance(value, torch.Tensor | list | tuple)
+
+
+def is_number(value: Any) -> bool:
+    """A tensor of a dtype that has derivatives, or a list of such."""
+    if isinstance(value, list | tuple):
+        return any(map(is_number, value))
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def as_tensor(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What derivatives.yaml says of an operator, and rows of our own: as one record."""
+"""What derivatives.yaml says of an operator, rows of our own, and of users': as one record."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from normpass.decomps.activation.torch_internals import (
     OpOverload,
     OpOverloadPacket,
 )
+from normpass.decomps.table import declared
 from normpass.decomps.table.derivatives_yaml import DEFAULT, Entry, entries
-from normpass.decomps.table.formulas import as_tensor, compiled
+from normpass.decomps.table.formulas import Formula, as_tensor, compiled, is_number
 from normpass.decomps.table.own_rows import of_functional, with_own
 
 LINEAR = "auto_linear"
@@ -40,12 +41,13 @@ class Row:
     flags           for each result whether it has a derivative, or what says so of the arguments;
                     empty where every result of a floating or complex dtype has, but for
     others          results that have none, since the formulas are of the first alone
+    is_declared     whether somebody has declared it (decomps/user_rules.py)
 
     All of it is read at once: what is called later has to be traced by Dynamo.
     """
 
-    def __init__(self, op: OpOverload, entry: Entry) -> None:
-        self.op, self.entry = op, entry
+    def __init__(self, op: OpOverload, entry: Entry, is_declared: bool = False) -> None:
+        self.op, self.entry, self.is_declared = op, entry, is_declared
         schema, returns = op._schema.arguments, op._schema.returns
         self.arguments = tuple(a.name for a in schema)
         self.defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
@@ -63,7 +65,7 @@ class Row:
         self.numbers = {n: k for ns in fields if len(ns) > 1 for k, n in enumerate(ns)}
 
         # As upstream has it: formulas that say "grad" are of the first result alone.
-        of_first = any(re.search(r"\bgrad\b", text) for text in self.gradients.values())
+        of_first = any(map(_says_grad, self.gradients.values()))
         rest = self.results[1:] if of_first else ()
         self.others = tuple(name for name in rest if name not in self.tangents)
 
@@ -105,11 +107,8 @@ class Row:
         return {**self.given(args), **dict(zip(self.results, results, strict=True))}
 
 
-def is_number(value: Any) -> bool:
-    """A tensor of a dtype that has derivatives, or a list of such."""
-    if isinstance(value, list | tuple):
-        return any(map(is_number, value))
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+def _says_grad(text: str | Formula) -> bool:
+    return "grad" in text.uses if isinstance(text, Formula) else bool(re.search(r"\bgrad\b", text))
 
 
 Arguments = Mapping[str, Any] | Sequence[Any]
@@ -127,6 +126,8 @@ def row_of(op: OpOverload | OpOverloadPacket, dispatch_key: str = DEFAULT) -> Ro
         op = next(rows, overloads[0])
     if not isinstance(op, OpOverload):
         raise TypeError(f"expected an operator, such as torch.ops.aten.mul.Tensor; found {op!r}")
+    if functions := registry.declared_derivatives(op):
+        return Row(op, declared.entry(op, functions), is_declared=True)
     by_key = entries().get(_name(op)) or of_functional(
         _name(op), [r.name for r in op._schema.returns]
     )
