@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from normpass import rule
     from normpass.backend.entry import fuse
     from normpass.backend.explain import Report, explain
     from normpass.decomps.activation import unregister
@@ -39,6 +40,7 @@ __all__ = [
     "jvp_graph",
     "register",
     "registered",
+    "rule",
     "rules",
     "unregister",
     "vjp",
@@ -108,6 +110,8 @@ def registered(eager: bool = False, running_stats: str = "error") -> Iterator[No
 
 
 def __getattr__(name: str) -> Any:
+    if name == "rule":
+        return import_module("normpass.rule")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'normpass' has no attribute {name!r}")

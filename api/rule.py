@@ -1,4 +1,4 @@
-"""normpass.rule: decorators with which users declare rules for operators (docs/writing_rules.md)."""
+"""Decorators with which users declare rules for operators: docs/writing_rules.md."""
 
 from normpass.decomps.user_rules import batching, decomposition, derivative
 

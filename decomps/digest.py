@@ -24,22 +24,26 @@ def of_folder(folder: Path) -> str:
 
 
 def of_rules() -> str:
-    """A hash of the sources of all rules: ours, and the files in which others registered theirs."""
+    """A hash of the sources of all rules: ours, and those that others registered."""
     digest = hashlib.sha256(of_folder(_OURS).encode())
-    for file in sorted(_files_of_others()):
+    for file, rules in sorted(_of_others().items()):
         path = Path(file)
         digest.update(path.read_bytes() if path.is_file() else _THIS_PROCESS.encode())
+        digest.update("; ".join(sorted(rules)).encode())
     return digest.hexdigest()[:16]
 
 
-def _files_of_others() -> set[str]:
-    """Where rules of others stand; rules outside of files and in C count as one place, "".
+def _of_others() -> dict[str, list[str]]:
+    """Where rules of others stand, and which; those outside of files and in C have one place, "".
 
     Their helpers in other files are not seen: a rule is what the decorated function says.
     """
     # Imports torch, which `import normpass` does not.
     from normpass.decomps import registry
 
-    codes = [rule.code for rule in registry.rules()]
-    files = {code.co_filename if code else "" for code in codes}
-    return {file for file in files if not Path(file).is_relative_to(_OURS)}
+    found: dict[str, list[str]] = {}
+    for rule in registry.rules():
+        file = rule.code.co_filename if rule.code else ""
+        if not Path(file).is_relative_to(_OURS):
+            found.setdefault(file, []).append(f"{rule.kind} {rule.name} {rule.place}")
+    return found

@@ -118,7 +118,6 @@ class Rule:
         code = self.code
         return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(self.function)
 
-
     def remove(self) -> None:
         """Takes a rule out again that was declared with normpass.rule; harmless if it is gone.
         Raises ValueError for a rule of normpass's own.

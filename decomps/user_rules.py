@@ -14,14 +14,19 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
-from normpass.decomps import activate, registry
-from normpass.decomps.kernels import batched
+from normpass.decomps import activation, registry
+from normpass.decomps.activation.kernels import batched
+from normpass.decomps.activation.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    destroy,
+)
 from normpass.decomps.registry import Rule
 from normpass.decomps.table import declared
 from normpass.decomps.table.binding import forget
 from normpass.decomps.table.nodes import differentiated
+from normpass.decomps.table.traced import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,9 +37,6 @@ if TYPE_CHECKING:
     Operator = OpOverload | OpOverloadPacket | str | Any
 
 F = TypeVar("F", bound="Callable[..., Any]")
-
-OWN = ("aten", "prims")
-"""The namespaces of torch's own operators."""
 
 _LOCK = threading.RLock()
 _LIBRARIES: dict[tuple[OpOverload, str], torch.library.Library] = {}
@@ -147,9 +149,9 @@ def operator(op: Operator) -> OpOverload:
     Raises ValueError where there is none.
     """
     given = op
-    op = getattr(op, "_opoverload", op)  # of torch.library.custom_op
+    op = getattr(op, "_opoverload", op)  # of torch.library.custom_op: it has no public name
     if isinstance(op, str):
-        op = registry.find(op.replace("::", "."))
+        op = _named(op)
     if isinstance(op, OpOverloadPacket):
         names = op.overloads()
         name = "default" if "default" in names else names[0] if len(names) == 1 else None
@@ -159,6 +161,16 @@ def operator(op: Operator) -> OpOverload:
     if not isinstance(op, OpOverload):
         raise ValueError(f"expected an operator, as 'library::name'; found {given!r}")
     return op
+
+
+def _named(name: str) -> Any:
+    """torch.ops.<name>, of "library::name" or "library::name.overload"; the text if it is none."""
+    found: Any = torch.ops
+    for part in name.replace("::", ".").split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return name
+    return found
 
 
 def _declare(
@@ -194,14 +206,14 @@ def _changed(rule: Rule) -> None:
         _put(op, "Autograd", differentiated(op) if has & {"vjp", "jvp"} else None)
         batch = registry.DECLARED.get(("batching", op))
         _put(op, "FuncTorchBatched", batched(op, batch) if batch is not None else None)
-    activate.refresh()
+    activation.refresh()
 
 
 def _put(op: OpOverload, key: str, kernel: Callable[..., Any] | None) -> None:
     """An operator's kernel at a dispatch key, in place of the one that we put there before."""
     before = _LIBRARIES.pop((op, key), None)
     if before is not None:
-        before._destroy()
+        destroy(before)
     if kernel is not None:
         library = torch.library.Library(op.namespace, "IMPL")
         with warnings.catch_warnings():  # that is the purpose

@@ -164,6 +164,14 @@ def registered(
             _STATE.sync()
 
 
+def refresh() -> None:
+    """Installs anew what is installed: the rules are others now."""
+    with _STATE.lock:
+        if _STATE.installed is not None:
+            _STATE._uninstall()
+            _STATE.sync()
+
+
 def is_registered() -> bool:
     """Whether the rules are installed in this process."""
     with _STATE.lock:

@@ -7,6 +7,7 @@ an operator's `py_kernels` before its C++ kernels. Three keys get entries:
                        the operator itself: its derivatives are right at first and second order,
                        and its graphs stay as they are. Under forward mode and from the second level
                        on it is a composition of primitives, which is right to any order.
+                       And operators whose derivatives are better by the table (table/traced.py).
     FuncTorchBatched   Operators with a batching rule of ours, instead of functorch's.
     ZeroTensor         What fake tensors must see of tangents that are zero (zero_tensors.py), and,
                        at the mode that records a graph, what it has for them.
@@ -29,6 +30,7 @@ from normpass.decomps.activation.torch_internals import (
     resolve_key,
 )
 from normpass.decomps.registry import by_op
+from normpass.decomps.table import traced
 from normpass.decomps.zero_tensors import recorded
 
 if TYPE_CHECKING:
@@ -63,8 +65,12 @@ class TracingRules:
         return rules
 
     def _enter_all(self, without: Container[str]) -> None:
-        for op, composition in by_op("autograd").items():
+        table = {} if internals.NODES in without else traced.kernels()
+        for op, kernel in table.items():
             for key in _autograd_keys():
+                self._enter(op, key, kernel)
+        for op, composition in by_op("autograd").items():
+            for key in _autograd_keys() if op not in table else ():
                 self._enter(op, key, derived(composition, _own(op, key)))
         if internals.BATCHING not in without:
             for op, rule in by_op("batching").items():

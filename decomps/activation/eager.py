@@ -27,6 +27,7 @@ from normpass.decomps.activation import torch_internals as internals
 from normpass.decomps.activation.kernels import batched, positional, with_constants
 from normpass.decomps.activation.levels import in_forward_mode, in_transform, needs_composition_of
 from normpass.decomps.registry import by_op
+from normpass.decomps.table.traced import of_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
@@ -52,14 +53,20 @@ class EagerRules:
         rules = cls(library)
         try:
             with _quiet():
+                theirs = {} if internals.NODES in without else of_users()
                 for op, composition in by_op("autograd").items():
-                    library.impl(op, _forward(op, composition), "Autograd", with_keyset=True)
+                    if op not in theirs:
+                        library.impl(op, _forward(op, composition), "Autograd", with_keyset=True)
                 for op, rule in by_op("double_backward").items():
-                    if op.namespace == "aten":  # not the formulas, which are operators of ours
+                    # not the formulas, which are operators of ours
+                    if op.namespace == "aten" and op not in theirs:
                         library.impl(op, _backward(op, rule), "Autograd", with_keyset=True)
                 if internals.BATCHING not in without:
                     for op, rule in by_op("batching").items():
-                        library.impl(op, batched(op, rule), "FuncTorchBatched")
+                        if op.namespace == "aten":
+                            library.impl(op, batched(op, rule), "FuncTorchBatched")
+                for op, kernel in theirs.items():
+                    library.impl(op, kernel, "Autograd")
         except BaseException:
             rules.revert()
             raise

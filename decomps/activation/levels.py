@@ -39,6 +39,14 @@ def in_forward_mode() -> bool:
     return forward_level() >= 0
 
 
+def at_jvp() -> bool:
+    """Whether the innermost level is one of torch.func.jvp: of a graph's own calls, which enter
+    forward mode without Python, nothing else tells.
+    """
+    top = _functorch.peek_interpreter_stack()
+    return top is not None and top.key() == _JVP
+
+
 def needs_composition() -> bool:
     """Whether derivatives are asked for that an operator's own formulas need not give: any in
     forward mode, and those of more than one level.

@@ -34,14 +34,15 @@ RULES = "all rules"
 LEVELS = "the rules for autograd and vmap, in traces and in eager mode"
 TRACES = "the rules for autograd and vmap in traces"
 BATCHING = "the batching rules"
+NODES = "derivatives by the table, and those that users declare"
 ZEROS = "the rules for tangents that are zero"
 EAGER = "the rules of eager mode"
 TABLE = "the decompositions for Inductor"
 PASS = "passes over Inductor's graphs"
 
 _WITH: dict[str, tuple[str, ...]] = {
-    RULES: (LEVELS, TRACES, BATCHING, ZEROS, EAGER, TABLE, PASS),
-    LEVELS: (TRACES, BATCHING, ZEROS, EAGER),
+    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, EAGER, TABLE, PASS),
+    LEVELS: (TRACES, BATCHING, NODES, ZEROS, EAGER),
     TRACES: (ZEROS,),
 }
 
@@ -136,6 +137,24 @@ INTERNALS = {
         "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
         LEVELS,
         "the innermost level, to be left for a block: levels",
+    ),
+    # Nodes of autograd, of one level each
+    "SingleLevelFunction": Internal(
+        "torch.autograd.function._SingleLevelFunction", NODES, "what Functions inherit: table.nodes"
+    ),
+    "enable_single_level_autograd_function": Internal(
+        "torch._functorch.utils.enable_single_level_autograd_function",
+        NODES,
+        "a block in which one may be applied below transforms: table.nodes",
+    ),
+    "set_fwd_grad_enabled": Internal(
+        "torch.autograd.forward_ad._set_fwd_grad_enabled", NODES, "a block: table.nodes"
+    ),
+    "is_fwd_grad_enabled": _c("_is_fwd_grad_enabled", NODES, "whether it is on: table.nodes"),
+    "enable_inplace_requires_grad": Internal(
+        "torch._functorch.eager_transforms.enable_inplace_requires_grad",
+        NODES,
+        "a block in which a level's tape may be begun: table.declared",
     ),
     # The Python dispatcher's tables. Attributes of operators: the functions below read them.
     "resolve_key": Internal("torch._ops.resolve_key", TRACES, "key to kernel's key: dispatch"),

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps import registry
-from normpass.decomps.table.formulas import EACH, Formula, NoFormula, compiled
+from normpass.decomps.table.formulas import EACH, Formula, NoFormula, compiled, is_number
 from normpass.decomps.table.rows import (
     ELEMENTWISE,
     LINEAR,
     Arguments,
     Results,
     Row,
-    is_number,
     row_of,
 )
 
@@ -239,7 +238,7 @@ class Jvp:
         return args, tuple(known[name] for name in self.row.results)
 
 
-def _try(text: str, names: Sequence[str], what: str) -> Formula | NoFormula:
+def _try(text: str | Formula, names: Sequence[str], what: str) -> Formula | NoFormula:
     try:
         return compiled(text, names, what)
     except NoFormula as missing:

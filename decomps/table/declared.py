@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.decomps.activation.torch_internals import enable_inplace_requires_grad
 from normpass.decomps.table.derivatives_yaml import Entry
 from normpass.decomps.table.formulas import Formula, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch._ops import OpOverload
+    from torch import Tensor
+
+    from normpass.decomps.activation.torch_internals import OpOverload
 
     Known = Mapping[str, Any]
     """What a row knows, by its names."""
@@ -115,8 +118,10 @@ class _Declared:
             uses, function = fixed | tangents, self._tangents
         else:
             grads = {f"grad_{name}" for name in self.results}
-            uses, function = fixed | grads | {f"{n}_p" for n in self.tensors}, self._gradients
-        return Formula(f"transpose of the {self.name}", frozenset(uses), _by_position(uses, function))
+            uses, function = fixed | grads, self._gradients
+        return Formula(
+            f"transpose of the {self.name}", frozenset(uses), _by_position(uses, function)
+        )
 
     def _tangents(self, known: Known) -> Any:
         moved = [name for name in self.tensors if _is_there(known[f"{name}_t"])]
@@ -138,7 +143,8 @@ class _Declared:
         there = [name for name in self.results if known[f"grad_{name}"] is not None]
 
         def pushed(*tangents: Any) -> list[Any]:
-            given = dict.fromkeys((f"{name}_t" for name in self.tensors))
+            given = {f"{name}_p": known[name] for name in self.tensors}
+            given |= dict.fromkeys(f"{name}_t" for name in self.tensors)
             given |= {f"{name}_t": t for name, t in zip(numbers, tangents, strict=True)}
             return _of(self.values({**known, **given}), self.results, there, known)
 
@@ -155,21 +161,32 @@ def _by_position(names: Sequence[str] | set[str], function: Callable[[Known], An
 
 def _transposed(
     op: OpOverload, linear: Callable[..., list[Any]], like: list[Any], along: list[Any]
-) -> Sequence[Any]:
+) -> Sequence[Tensor]:
     """The transpose of a linear function of tensors like these, applied to tensors."""
     if not all(isinstance(value, torch.Tensor) for value in (*like, *along)):
         raise NotImplementedError(
             f"{op} has lists of tensors and a derivative of one kind: declare its other kind too"
         )
-    _, pull = torch.func.vjp(linear, *map(torch.zeros_like, like))
-    found: Sequence[Any] = pull(along)
-    return found
+    # By the tape, and not by a transform: this may run within a level of torch.func's.
+    create = torch.is_grad_enabled()
+    with torch.enable_grad(), enable_inplace_requires_grad(True):
+        at = [torch.zeros_like(value).requires_grad_() for value in like]
+        values = linear(*at)
+    return torch.autograd.grad(values, at, along, create_graph=create, materialize_grads=True)
 
 
 def _of(value: Any, names: Sequence[str], wanted: Sequence[str], known: Known) -> list[Any]:
-    """Those that are wanted, zeros where there is None."""
+    """Those that are wanted, of the shapes of what they belong to, zeros where there is None."""
     each = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
-    return [torch.zeros_like(known[n]) if each[n] is None else each[n] for n in wanted]
+    return [_shaped(each[name], known[name]) for name in wanted]
+
+
+def _shaped(value: Tensor | None, like: Tensor) -> Tensor:
+    """What broadcasting has repeated is summed, and what it would repeat is repeated."""
+    if value is None:
+        return torch.zeros_like(like)
+    value = value if value.dim() >= like.dim() else value.expand_as(like)
+    return value if value.shape == like.shape else value.sum_to_size(like.shape)
 
 
 def _spread(found: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,13 +29,13 @@ class Entry:
 
     schema           "add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"
     fields           names of arguments or of results, one or several that an expression gives
-                     together -> the expression, in C++
+                     together -> the expression, in C++, or a Formula where it is declared
     differentiable   for each result whether it has a derivative, as True, False or a condition in
                      C++; empty where every result of a floating or complex dtype has
     """
 
     schema: str
-    fields: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    fields: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
     differentiable: tuple[bool | str, ...] = ()
 
     @property

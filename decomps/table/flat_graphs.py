@@ -16,7 +16,7 @@ from normpass.decomps.activation.torch_internals import (
     tree_leaves,
 )
 from normpass.decomps.registry import by_op, decompositions
-from normpass.decomps.table.rows import is_number
+from normpass.decomps.table.formulas import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -19,7 +19,8 @@ from normpass.decomps.activation.torch_internals import OpOverload, tree_leaves
 from normpass.decomps.registry import UnknownRule, by_op
 from normpass.decomps.table.binding import jvp, vjp
 from normpass.decomps.table.flat_graphs import Flat
-from normpass.decomps.table.rows import Row, is_number, row_of
+from normpass.decomps.table.formulas import is_number
+from normpass.decomps.table.rows import Row, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

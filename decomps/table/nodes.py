@@ -13,24 +13,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-# A Function of one level: what apply() of the public class does below transforms of torch.func is
-# for Functions that are no operators. Private; seen in torch 2.11, 2.13 and 2.14.
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from normpass.decomps.kernels import positional
-from normpass.decomps.levels import in_forward_mode
+from normpass.decomps.activation.kernels import positional
+from normpass.decomps.activation.levels import at_jvp, in_forward_mode
+from normpass.decomps.activation.torch_internals import (
+    AutoDispatchBelowAutograd,
+    SingleLevelFunction,
+    enable_single_level_autograd_function,
+    is_fwd_grad_enabled,
+    set_fwd_grad_enabled,
+)
 from normpass.decomps.table.binding import jvp, vjp
-from normpass.decomps.table.rows import is_number
+from normpass.decomps.table.formulas import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
-    from torch._ops import OpOverload
+
+    from normpass.decomps.activation.torch_internals import OpOverload
 
     Function = Callable[..., Any]
 
@@ -42,24 +45,24 @@ def differentiated(op: OpOverload, below: Function | None = None) -> Function:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten(positional(op, args, kwargs))
         if not _is_differentiated(leaves):
-            with torch._C._AutoDispatchBelowAutograd():
+            with AutoDispatchBelowAutograd():
                 return below(*args, **kwargs)
         places = [k for k, value in enumerate(leaves) if isinstance(value, torch.Tensor)]
         tensors = [leaves[k] for k in places]
         # The tensors are autograd's to keep.
         rest = [None if isinstance(value, torch.Tensor) else value for value in leaves]
-        modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        modes = torch.is_grad_enabled(), is_fwd_grad_enabled()
         call = _Call(op, below, rest, places, spec, modes)
         with enable_single_level_autograd_function():
-            flat = _Node.apply(call, *tensors)
-        return tree_unflatten(list(flat), call.results)
+            flat = _Node.apply(call, *tensors)  # type: ignore[attr-defined]
+        return tree_unflatten(list(flat), call.results)  # type: ignore[arg-type]
 
     return kernel
 
 
 def _is_differentiated(values: Iterable[Any]) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if in_forward_mode():
+    if in_forward_mode() or at_jvp():
         return bool(tensors)
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -91,12 +94,14 @@ class _Call:
         pairs = list(zip(schema, given, strict=True))
         by_name = {a.name: value for a, value in pairs if a.kwarg_only}
         # What a Function turns off while it runs would be off at outer levels too.
-        modes = torch.set_grad_enabled(self.modes[0]), _set_fwd_grad_enabled(self.modes[1])
-        with modes[0], modes[1], torch._C._AutoDispatchBelowAutograd():
+        modes = torch.set_grad_enabled(self.modes[0]), set_fwd_grad_enabled(self.modes[1])
+        with modes[0], modes[1], AutoDispatchBelowAutograd():
             return self.below(*[value for a, value in pairs if not a.kwarg_only], **by_name)
 
 
-class _Node(_SingleLevelFunction):
+# A Function of one level: what apply() of the public class does below transforms of torch.func is
+# for Functions that are no operators.
+class _Node(SingleLevelFunction):  # type: ignore[misc]
     """A call of an operator on the tape."""
 
     @staticmethod
@@ -131,10 +136,9 @@ class _Node(_SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        call: _Call = ctx.call
         # A Function's jvp runs with forward mode off, which would be off at outer levels too.
-        with _set_fwd_grad_enabled(call.modes[1]):
-            _, args, results = _known(ctx, _without_tangent)
+        with set_fwd_grad_enabled(ctx.call.modes[1]):
+            call, args, results = _known(ctx, _without_tangent)
             moved = jvp(call.op)(_by_argument(call, tangents), args, results)
             pairs = zip(tree_leaves(list(moved)), tree_leaves(results), strict=True)
             return tuple(torch.zeros_like(y) if t is None and is_number(y) else t for t, y in pairs)
@@ -142,7 +146,7 @@ class _Node(_SingleLevelFunction):
 
 def _without_tangent(value: Tensor) -> Tensor:
     """A tensor at this level of forward mode; what outer levels know of it stays."""
-    return unpack_dual(value).primal
+    return unpack_dual(value, level=0).primal  # there is one, also where Python has not entered it
 
 
 def _known(ctx: Any, of_each: Function = lambda value: value) -> tuple[_Call, list[Any], Any]:
