@@ -21,6 +21,7 @@ from normpass.decomps.activation.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     destroy,
+    dispatch_cache,
 )
 from normpass.decomps.registry import Rule
 from normpass.decomps.table import declared
@@ -139,7 +140,7 @@ def remove(rule: Rule) -> None:
         if registry.DECLARED.get(rule.key) is rule:
             del registry.DECLARED[rule.key]
             _changed(rule)
-        elif rule in registry.rules():
+        elif any(other is rule for other in registry.rules()):
             raise ValueError(f"the {rule.kind} rule for {rule.name} is one of normpass's own")
 
 
@@ -220,3 +221,5 @@ def _put(op: OpOverload, key: str, kernel: Callable[..., Any] | None) -> None:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             library.impl(op, kernel, key)
         _LIBRARIES[op, key] = library
+    # Which keys have a kernel: the Python dispatcher would call one that is gone.
+    dispatch_cache(op).clear()

@@ -43,8 +43,8 @@ def at_jvp() -> bool:
     """Whether the innermost level is one of torch.func.jvp: of a graph's own calls, which enter
     forward mode without Python, nothing else tells.
     """
-    top = _functorch.peek_interpreter_stack()
-    return top is not None and top.key() == _JVP
+    top = peek_interpreter_stack()
+    return top is not None and top.key() == JVP
 
 
 def needs_composition() -> bool:

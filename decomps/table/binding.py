@@ -207,9 +207,8 @@ class Jvp:
         if isinstance(formula, NoFormula):
             raise NotImplementedError(str(formula))
         primals = {f"{name}_p": known[name] for name in self.row.arguments}
-        each = {
-            f"{name}_t": _filled(tangents.get(name), known[name]) for name in self.row.arguments
-        }
+        fill = _as_it_is if self.row.is_declared else _filled
+        each = {f"{name}_t": fill(tangents.get(name), known[name]) for name in self.row.arguments}
         before = {f"original_{n}": v for n, v in {**primals, **each}.items() if n[:5] == "self_"}
         given = {**known, **primals, **each, **before}
         if result not in self.row.numbers:
@@ -267,6 +266,10 @@ def _is_there(tangent: Any) -> bool:
     if isinstance(tangent, list | tuple):
         return any(map(_is_there, tangent))
     return tangent is not None
+
+
+def _as_it_is(tangent: Any, _: Any) -> Any:
+    return tangent
 
 
 def _filled(tangent: Any, primal: Any) -> Any:

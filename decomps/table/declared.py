@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.activation.torch_internals import enable_inplace_requires_grad
+from normpass.decomps.operators import is_concrete
 from normpass.decomps.table.derivatives_yaml import Entry
 from normpass.decomps.table.formulas import Formula, is_number
 
@@ -95,7 +96,7 @@ class _Declared:
 
     def values(self, known: Known) -> Any:
         """What the function returns: a value for each argument or result that it is of."""
-        value = self.function(**{name: known[name] for name in self.asks})
+        value = self.function(**{name: self._given(known, name) for name in self.asks})
         names = self.tensors if self.kind == "vjp" else self.results
         wrong = [name for name in value if name not in names] if isinstance(value, dict) else []
         if isinstance(value, dict):
@@ -105,6 +106,15 @@ class _Declared:
             found = ", ".join(map(str, wrong)) or f"{len(each)} values"
             raise TypeError(f"the {self.name} returns values of {', '.join(names)}; found {found}")
         return each[0] if len(names) == 1 else each
+
+    def _given(self, known: Known, name: str) -> Any:
+        """What the function is given of a name: of a tangent that is not there zeros. They have
+        memory in a trace, since a compiled graph would be handed a null pointer (zero_tensors.py).
+        """
+        value = known[name]
+        if value is not None or self.kind == "vjp" or name not in self.linear:
+            return value
+        return _zeros(known[name[:-2]])
 
     # --- the other kind -------------------------------------------------------------------------
 
@@ -124,7 +134,7 @@ class _Declared:
         )
 
     def _tangents(self, known: Known) -> Any:
-        moved = [name for name in self.tensors if _is_there(known[f"{name}_t"])]
+        moved = [name for name in self.tensors if known[f"{name}_t"] is not None]
         numbers = [n for n in self.results if is_number(known[n]) and self.asks_for(n)]
 
         def pulled(*grads: Any) -> list[Any]:
@@ -194,6 +204,11 @@ def _spread(found: Mapping[str, Any], names: Sequence[str]) -> Any:
     return each[0] if len(names) == 1 else each
 
 
-def _is_there(tangent: Any) -> bool:
-    zero = isinstance(tangent, torch.Tensor) and tangent._is_zerotensor()
-    return tangent is not None and not zero and is_number(tangent)
+def _zeros(like: Any) -> Any:
+    if isinstance(like, list | tuple):
+        return [_zeros(value) for value in like]
+    if not isinstance(like, torch.Tensor):
+        return None
+    if is_concrete(like):
+        return torch._efficientzerotensor(like.shape, dtype=like.dtype, device=like.device)
+    return torch.zeros_like(like)

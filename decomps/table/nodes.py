@@ -54,7 +54,7 @@ def differentiated(op: OpOverload, below: Function | None = None) -> Function:
         modes = torch.is_grad_enabled(), is_fwd_grad_enabled()
         call = _Call(op, below, rest, places, spec, modes)
         with enable_single_level_autograd_function():
-            flat = _Node.apply(call, *tensors)  # type: ignore[attr-defined]
+            flat = _Node.apply(call, *tensors)
         return tree_unflatten(list(flat), call.results)  # type: ignore[arg-type]
 
     return kernel
