@@ -8,9 +8,9 @@
 
 The function's name and parameters are upstream's, in upstream's order. From the annotations comes
 the operator's schema: `Gradient` and `Tangent` are tensors whose None stands for zero, and without
-any of them there is no call; `**options` are a dtype and what else a new tensor has. The result
-`dx` or `x_t` has the dtype of the argument x, any other that of the first gradient or tensor that
-is there.
+any of them there is no call; the None of a `Weight` stands for ones; `**options` are a dtype and
+what else a new tensor has. The result `dx` or `x_t` has the dtype of the argument x, any other that
+of the first gradient or tensor that is there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Any]")
 Gradient = Tensor
 Tangent = Tensor
+Weight = Tensor
 Tensors = Sequence[Tensor]
 Gradients = Sequence[Gradient]
 Tangents = Sequence[Tangent]
@@ -50,6 +51,7 @@ _TYPES = {
     "Tensor | None": "Tensor?",
     "Gradient": "Tensor?",
     "Tangent": "Tensor?",
+    "Weight": "Tensor?",
     "Tensors": "Tensor[]",
     "Gradients": "Tensor?[]",
     "Sequence[Tensor | None]": "Tensor?[]",
@@ -117,6 +119,7 @@ def manual(
             shapes=shapes,
             results=results or usual,
             zeros=[n for n, kind in kinds.items() if kind in _ZEROS],
+            ones=[n for n, kind in kinds.items() if kind == "Weight"],
             as_given=as_given,
             why=why,
             sample=sample,

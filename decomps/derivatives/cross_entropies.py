@@ -10,8 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from normpass.decomps.conventions import absent
 from normpass.decomps.derivatives.losses import reduced
-from normpass.decomps.manual import Gradient, manual
-from normpass.decomps.neutral import ONE
+from normpass.decomps.manual import Gradient, Weight, manual
 
 aten = torch.ops.aten
 
@@ -32,10 +31,10 @@ def _variance(x: Tensor) -> Tensor:
     return variance.masked_fill(variance < LEAST, LEAST)
 
 
-def _weighed(grad: Tensor, weight: Tensor | None, reduction: int) -> Tensor:
+def _weighed(grad: Tensor, weight: Weight, reduction: int) -> Tensor:
     """The gradient along each element of a loss, from that of one without weights or a mean."""
-    weighed = grad * (ONE if weight is None else weight)
-    return weighed if absent(grad) else reduced(weighed, weighed, reduction)
+    weighed = grad * weight
+    return weighed if absent(weighed) else reduced(weighed, weighed, reduction)
 
 
 # --- of probabilities ---------------------------------------------------------------------------
@@ -47,7 +46,7 @@ def _weighed(grad: Tensor, weight: Tensor | None, reduction: int) -> Tensor:
     of=aten.binary_cross_entropy.default,
 )
 def binary_cross_entropy_target_backward(
-    grad: Gradient, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int
+    grad: Gradient, self: Tensor, target: Tensor, weight: Weight, reduction: int
 ) -> Tensor:
     """l = -y * log(x) - (1 - y) * log(1 - x):  dl / dy = log(1 - x) - log(x)"""
     return _weighed(grad * (_log(1 - self) - _log(self)), weight, reduction)
@@ -63,7 +62,7 @@ def binary_cross_entropy_double_backward(
     grad: Gradient,
     input: Tensor,
     target: Tensor,
-    weight: Tensor | None,
+    weight: Weight,
     reduction: int,
 ) -> Tensor:
     """l' = (x - y) / v,  v = x * (1 - x):  l'' = (x^2 - 2 * x * y + y) / v^2"""
@@ -81,7 +80,7 @@ def binary_cross_entropy_double_backward_target(
     grad_output: Gradient,
     self: Tensor,
     target: Tensor,
-    weight: Tensor | None,
+    weight: Weight,
     reduction: int,
 ) -> Tensor:
     """l' = (x - y) / v,  v = x * (1 - x):  dl' / dy = -1 / v"""
@@ -94,7 +93,7 @@ def binary_cross_entropy_double_backward_target(
     of=aten.binary_cross_entropy_backward.default,
 )
 def binary_cross_entropy_double_backward_grad_output(
-    grad: Gradient, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int
+    grad: Gradient, input: Tensor, target: Tensor, weight: Weight, reduction: int
 ) -> Tensor:
     """dx = g * l',  l' = (x - y) / v,  v = x * (1 - x):  dg = grad * l' of each element"""
     return _weighed(grad * ((input - target) / _variance(input)), weight, reduction)
@@ -111,7 +110,7 @@ def binary_cross_entropy_with_logits_backward(
     grad: Gradient,
     input: Tensor,
     target: Tensor,
-    weight: Tensor | None,
+    weight: Weight,
     pos_weight: Tensor | None,
     reduction: int,
 ) -> Tensor:
@@ -132,7 +131,7 @@ def binary_cross_entropy_with_logits_target_backward(
     grad_output: Gradient,
     self: Tensor,
     target: Tensor,
-    weight: Tensor | None,
+    weight: Weight,
     pos_weight: Tensor | None,
     reduction: int,
 ) -> Tensor:

@@ -114,9 +114,7 @@ def cholesky_solve_backward(
 ) -> tuple[Tensor, Tensor]:
     """A X = B,  A = L L^H:  dB = A^-1 gX,  dA = -dB X^H"""
     dB = torch.cholesky_solve(grad_x, input2, upper)
-    if not output_mask[1]:
-        return dB, ZERO
-    return dB, _of_factor(-(dB @ result.mH), input2, upper)
+    return dB, _of_factor(-(dB @ result.mH), input2, upper) if output_mask[1] else ZERO
 
 
 @manual(
@@ -130,9 +128,7 @@ def cholesky_solve_backward(
 )
 def cholesky_solve_jvp(X: Tensor, U: Tensor, dU: Tangent, dB: Tangent, upper: bool) -> Tensor:
     """A X = B,  A = L L^H:  dX = A^-1 (dB - dA X)"""
-    if not absent(dU):
-        dB = dB - _change(U, dU, upper) @ X
-    return dB if absent(dB) else torch.cholesky_solve(dB, U, upper)
+    return torch.cholesky_solve(dB - _change(U, dU, upper) @ X, U, upper)
 
 
 # --- QR ------------------------------------------------------------------------------------------

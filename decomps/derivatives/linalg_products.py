@@ -9,6 +9,17 @@ from normpass.decomps.conventions import absent
 from normpass.decomps.manual import Gradient, Gradients, Ints, Mask, Number, manual
 from normpass.decomps.neutral import ZERO
 
+aten = torch.ops.aten
+
+
+def _by_columns(sizes: Ints, strides: Ints) -> bool:
+    """Whether a matrix of these sizes and strides is stored so."""
+    return strides[-2] == 1 and strides[-1] == sizes[-2]
+
+
+def _times(product: Tensor, alpha: Number) -> Tensor:
+    return product if alpha == 1 else product * alpha.conjugate()
+
 
 @manual(
     "grad: n m, mat2: k m -> dmat1: n k",
@@ -26,20 +37,14 @@ def mm_mat1_backward(
 ) -> Tensor:
     """Y = alpha * A B:  dA = conj(alpha) * grad B^H"""
     strided = torch.strided == mat1_layout == grad.layout == mat2.layout
-    if strided and mat1_strides[0] == 1 and mat1_strides[1] == mat1_sizes[0]:
-        product = mat2.conj().mm(grad.t()).t()
-    else:
-        product = grad.mm(mat2.t().conj())
-    return product if alpha == 1 else product * alpha.conjugate()
+    if strided and _by_columns(mat1_sizes, mat1_strides):
+        return _times(mat2.conj().mm(grad.t()).t(), alpha)
+    return _times(grad.mm(mat2.t().conj()), alpha)
 
 
 @manual(
     "grad: n m, mat1: n k -> dmat2: k m",
-    sample=lambda grad, mat1: {
-        "sizes": [mat1.shape[1], grad.shape[1]],
-        "strides": [grad.shape[1], 1],
-        "layout": torch.strided,
-    },
+    sample=lambda grad: {"strides": [grad.shape[1], 1], "layout": torch.strided},
     of=lambda mat1, mat2, alpha: mat1.mm(mat2) * alpha,
     as_given=True,
     why="mm itself sums halves in float32; a mat2 stored by columns has its gradient so too",
@@ -49,11 +54,9 @@ def mm_mat2_backward(
 ) -> Tensor:
     """Y = alpha * A B:  dB = conj(alpha) * A^H grad"""
     strided = torch.strided == layout == grad.layout == mat1.layout
-    if strided and strides[0] == 1 and strides[1] == sizes[0]:
-        product = grad.t().mm(mat1.conj()).t()
-    else:
-        product = mat1.t().conj().mm(grad)
-    return product if alpha == 1 else product * alpha.conjugate()
+    if strided and _by_columns(sizes, strides):
+        return _times(grad.t().mm(mat1.conj()).t(), alpha)
+    return _times(mat1.t().conj().mm(grad), alpha)
 
 
 # --- products of three, and of a linear layer ----------------------------------------------------
@@ -128,14 +131,12 @@ def linear_double_backward(
 
 
 def _grouped(
-    left: Tensor, right: Tensor, offs: Tensor | None, sizes: Ints, strides: Ints, alpha: complex
+    left: Tensor, right: Tensor, offs: Tensor | None, sizes: Ints, strides: Ints, alpha: Number
 ) -> Tensor:
     """alpha^* A_g B_g, stored by columns where a matrix of these sizes and strides is."""
-    if strides[-2] == 1 and strides[-1] == sizes[-2]:
-        product = torch.ops.aten._grouped_mm(right.mT, left.mT, offs).mT
-    else:
-        product = torch.ops.aten._grouped_mm(left, right, offs)
-    return product if alpha == 1 else product * alpha.conjugate()
+    if _by_columns(sizes, strides):
+        return _times(aten._grouped_mm(right.mT, left.mT, offs).mT, alpha)
+    return _times(aten._grouped_mm(left, right, offs), alpha)
 
 
 @manual("grad: n m, mat2: b k m, offs: b -> dmat1: n k", of="_grouped_mm", as_given=True)

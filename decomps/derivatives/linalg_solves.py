@@ -57,9 +57,8 @@ def linalg_solve_backward(
     else:
         gB = torch.linalg.lu_solve(LU, pivots, gX, left=left, adjoint=True)
     gA = -(gB @ X.mH if left else X.mH @ gB)
-    if not B_requires_grad:
-        return gA, ZERO
-    return gA, gB.squeeze(-1) if vector else gB
+    gB = gB.squeeze(-1) if vector else gB
+    return gA, gB if B_requires_grad else ZERO
 
 
 @manual(
@@ -76,10 +75,7 @@ def linalg_solve_jvp(
     """
     vector = _is_vector(LU, X)
     X, dB = _columns(X, vector), _columns(dB, vector)
-    if not absent(dA):
-        dB = dB - (dA @ X if left else X @ dA)
-    if absent(dB):
-        return dB
+    dB = dB - (dA @ X if left else X @ dA)
     dX = torch.linalg.lu_solve(LU, pivots, dB, left=left)
     return dX.squeeze(-1) if vector else dX
 
@@ -93,8 +89,6 @@ def solve_jvp(X: Tensor, A: Tensor, dA: Tangent, dB: Tangent) -> Tensor:
     """A X = B:  dX = A^-1 (dB - dA X)"""
     vector = _is_vector(A, X)
     dX = _columns(dB, vector) - dA @ _columns(X, vector)
-    if absent(dX):
-        return dX
     dX = torch.linalg.solve_ex(A, dX).result
     return dX.squeeze(-1) if vector else dX
 
@@ -189,7 +183,7 @@ def linalg_lstsq_residuals_jvp(
     vector = _is_vector(A, B_)
     X, B, dB = _columns(X_, vector), _columns(B_, vector), _columns(dB_, vector)
     change = dA @ X - dB
-    if absent(change) or L.numel() == 0:
+    if L.numel() == 0:
         return ZERO
     return 2 * ((A @ X - B).conj() * change).sum(-2)  # one for each column, of a vector too
 

@@ -166,7 +166,7 @@ def linalg_eig_backward(
     if not is_hermitian:
         across = X - V.mH @ (V * (along - imaginary(along)).unsqueeze(-2))
     inner = gL.unsqueeze(-1) * V.mH + _over_gaps(across, L.conj()) @ V.mH
-    if absent(inner) or is_hermitian:
+    if is_hermitian:
         return V @ inner
     return torch.linalg.solve(V.mH, inner)
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from normpass.decomps.conventions import absent
 from normpass.decomps.manual import Gradient, Mask, Tangent, manual
 
 
@@ -15,22 +14,22 @@ def _triangle(x: Tensor, upper: bool, unitriangular: bool) -> Tensor:
     return x.triu(int(unitriangular)) if upper else x.tril(-int(unitriangular))
 
 
+def _solve(A: Tensor, B: Tensor, upper: bool, left: bool, unitriangular: bool) -> Tensor:
+    return solve_triangular(A, B, upper=upper, left=left, unitriangular=unitriangular)
+
+
+def _large(A: Tensor) -> Tensor:
+    """With a diagonal that is not small."""
+    return A + 4 * torch.eye(A.shape[-1], dtype=A.dtype)
+
+
 def _solved(
     A: Tensor, B: Tensor, upper: bool, left: bool, unitriangular: bool
 ) -> dict[str, Tensor]:
-    """With a diagonal that is not small."""
-    A = A + 4 * torch.eye(A.shape[-1], dtype=A.dtype)
-    X = solve_triangular(A, B, upper=upper, left=left, unitriangular=unitriangular)
-    return {"A": A, "X": X}
+    return {"A": _large(A), "X": _solve(_large(A), B, upper, left, unitriangular)}
 
 
-@manual(
-    "grad: *b n k, A: *b n n, X: *b n k -> dA: *b n n, dB: *b n k",
-    sample=_solved,
-    of=lambda A, B, upper, left, unitriangular: solve_triangular(
-        A, B, upper=upper, left=left, unitriangular=unitriangular
-    ),
-)
+@manual("grad: *b n k, A: *b n n, X: *b n k -> dA: *b n n, dB: *b n k", sample=_solved, of=_solve)
 def linalg_solve_triangular_backward(
     grad: Gradient,
     A: Tensor,
@@ -41,27 +40,19 @@ def linalg_solve_triangular_backward(
     output_mask: Mask,
 ) -> tuple[Tensor, Tensor]:
     """A X = B:  gB = A^-H gX,  gA = the triangle of -gB X^H;  X A = B:  gX A^-H,  -X^H gB"""
-    gB = solve_triangular(A.mH, grad, upper=not upper, left=left, unitriangular=unitriangular)
+    gB = _solve(A.mH, grad, not upper, left, unitriangular)
     gA = gB @ X.mH if left else X.mH @ gB
     return -_triangle(gA, upper, unitriangular), gB
 
 
-@manual(
-    "A_t: *b n n, B_t: *b n k, A: *b n n, X: *b n k -> X_t: *b n k",
-    sample=_solved,
-    of=lambda A, B, upper, left, unitriangular: solve_triangular(
-        A, B, upper=upper, left=left, unitriangular=unitriangular
-    ),
-)
+@manual("A_t: *b n n, B_t: *b n k, A: *b n n, X: *b n k -> X_t: *b n k", sample=_solved, of=_solve)
 def linalg_solve_triangular_forward_AD(
     A_t: Tangent, B_t: Tangent, A: Tensor, X: Tensor, upper: bool, left: bool, unitriangular: bool
 ) -> Tensor:
     """A X = B:  dX = A^-1 (dB - dA X),  dA the triangle of it;  X A = B:  (dB - X dA) A^-1"""
     dA = _triangle(A_t, upper, unitriangular)
     dB = B_t - (dA @ X if left else X @ dA)
-    if absent(dB):
-        return dB
-    return solve_triangular(A, dB, upper=upper, left=left, unitriangular=unitriangular)
+    return _solve(A, dB, upper, left, unitriangular)
 
 
 # --- triangular_solve, which transposes ----------------------------------------------------------
@@ -75,18 +66,17 @@ def _op(A: Tensor, transpose: bool) -> Tensor:
 def _solution(B: Tensor, A: Tensor, upper: bool, transpose: bool, unitriangular: bool) -> Tensor:
     """triangular_solve's, which warns that it is deprecated."""
     upper = upper != transpose
-    return solve_triangular(_op(A, transpose), B, upper=upper, unitriangular=unitriangular)
+    return _solve(_op(A, transpose), B, upper, True, unitriangular)
 
 
-def _with_solution(B: Tensor, A: Tensor, *flags: bool) -> tuple[Tensor, Tensor]:
-    A = A + 4 * torch.eye(A.shape[-1], dtype=A.dtype)
-    return A, _solution(B, A, *flags)
+def _with_solution(names: str, B: Tensor, A: Tensor, *flags: bool) -> dict[str, Tensor]:
+    return dict(zip(names, (_large(A), _solution(B, _large(A), *flags)), strict=True))
 
 
 @manual(
     "grad_x: *b n k, grad_m: *b n n, b: *b n k, a: *b n n, x: *b n k -> db: *b n k, da: *b n n",
-    sample=lambda b, a, upper, transpose, unitriangular: dict(
-        zip("ax", _with_solution(b, a, upper, transpose, unitriangular), strict=True)
+    sample=lambda b, a, upper, transpose, unitriangular: _with_solution(
+        "ax", b, a, upper, transpose, unitriangular
     ),
     of=lambda b, a, upper, transpose, unitriangular: (
         _solution(b, a, upper, transpose, unitriangular),
@@ -112,8 +102,8 @@ def triangular_solve_backward(
 
 @manual(
     "X: *b n k, A: *b n n, dA: *b n n, dB: *b n k -> dX: *b n k",
-    sample=lambda B, A, upper, transpose, unitriangular: dict(
-        zip("AX", _with_solution(B, A, upper, transpose, unitriangular), strict=True)
+    sample=lambda B, A, upper, transpose, unitriangular: _with_solution(
+        "AX", B, A, upper, transpose, unitriangular
     ),
     of=_solution,
     why="upstream's is wrong where A is transposed, and for a dA that is not triangular",

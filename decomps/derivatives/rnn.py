@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from normpass.decomps.conventions import absent
-from normpass.decomps.manual import Gradient, Ints, manual
+from normpass.decomps.manual import Gradient, manual
 from normpass.decomps.neutral import ZERO
 
+_NUMBERS = (
+    "bool reverse, int mode, int hidden_size, int num_layers, bool has_biases, bool train, "
+    "bool bidirectional, SymInt[] batch_sizes, bool batch_first, Tensor workspace"
+)
 _OF_LSTM: dict[str, Any] = {
     "mode": 2,
     "hidden_size": 0,
@@ -45,7 +49,8 @@ def _layer(
     "output: k n d, hy_: n d, cy_: n d, grad_output_r_opt: k n d, grad_hy_r_opt: n d, "
     "grad_cy_r_opt: n d, workspace: 0 -> dinput: k n c, dweight0: 4d c, dweight1: 4d d, "
     "dweight2: 4d, dweight3: 4d, dhx_: n d, dcx_tmp: n d",
-    sample=lambda: {**_OF_LSTM},
+    rest=_NUMBERS,
+    sample=lambda: _OF_LSTM,
     of=_layer,
     why="of an LSTM alone, as the kernel; the loop is over time, of what depends on the state",
 )
@@ -63,25 +68,15 @@ def mkldnn_rnn_layer_differentiable_backward(
     grad_output_r_opt: Gradient,
     grad_hy_r_opt: Gradient,
     grad_cy_r_opt: Gradient,
-    reverse: bool,
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Ints,
-    batch_first: bool,
-    workspace: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *numbers: Any,
+) -> tuple[Tensor, ...]:
     """z = W_i x + W_h h + b = (i, f, g, o)
     c' = sigmoid(f) * c + sigmoid(i) * tanh(g),  h' = sigmoid(o) * tanh(c')
 
     and back, from the last step to the first: dz from dh' and dc', then dh and dc.
     """
+    reverse, _, _, _, has_biases, *_ = numbers
     gy, gh, gc = grad_output_r_opt, grad_hy_r_opt, grad_cy_r_opt
-    if absent(gy) and absent(gh) and absent(gc):
-        return (ZERO,) * 7
     x = input.flip(0) if reverse else input
     gy = gy.flip(0) if reverse else gy
     z = x @ weight0.mT

@@ -85,24 +85,18 @@ def as_strided_backward(
     return storage[places.input].view(input_geometry.shape)
 
 
+_PLACE = {"strides": [1, 2], "storage_offset": 1}
+
+
+def _with_zeros(self: Tensor, sizes: Ints, strides: Ints, storage_offset: int) -> Tensor:
+    places = torch.arange(math.prod(self.shape)).as_strided(sizes, strides, storage_offset)
+    return self.flatten().index_fill(0, places.flatten(), 0).view(self.shape)
+
+
 @manual(
     "grad: n d, input_geometry: n d, src_geometry: m k -> dself: n d",
-    sample=lambda src_geometry: {
-        "sizes": list(src_geometry.shape),
-        "strides": [1, 2],
-        "storage_offset": 1,
-    },
-    of=lambda self, sizes, strides, storage_offset: (
-        self.flatten()
-        .index_fill(
-            0,
-            torch.arange(math.prod(self.shape))
-            .as_strided(sizes, strides, storage_offset)
-            .flatten(),
-            0,
-        )
-        .view(self.shape)
-    ),
+    sample=lambda src_geometry: {**_PLACE, "sizes": list(src_geometry.shape)},
+    of=_with_zeros,
     as_given=True,
     why="upstream keeps of the gradient what is at the places of src, and nothing where self is",
 )

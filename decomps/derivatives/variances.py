@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,53 +43,35 @@ def var_backward(
 
 @manual(
     "result: *n, grad: *n, self: *n *d -> dself: *n *d",
+    rest="int[1]? dim, Scalar? correction_opt, bool keepdim",
     why="zero, a subgradient, where the deviation is zero",
 )
-def std_backward(
-    result: Tensor,
-    grad: Gradient,
-    self: Tensor,
-    dim: Dims | None,
-    correction_opt: Real | None,
-    keepdim: bool,
-) -> Tensor:
+def std_backward(result: Tensor, grad: Gradient, self: Tensor, *how: Any) -> Tensor:
     """std = sqrt(var):  dvar = grad / (2 * std), and zero where std is;  dself as of var"""
     zero = result == 0
     # Divided by one there: an infinity would come back as NaN with the next derivative.
     grad_var = (grad / (2 * result.masked_fill(zero, 1))).masked_fill(zero, 0)
-    return var_backward(grad_var, self, dim, correction_opt, keepdim)
+    return var_backward(grad_var, self, *how)
 
 
-def _mean_backward(grad: Tensor, x: Tensor, dim: Ints | None, keepdim: bool) -> Tensor:
+def _mean_backward(grad: Tensor, x: Tensor, dim: Ints | None, _: Any, keepdim: bool) -> Tensor:
     """mean = sum_d(x) / d:  dx = grad / d"""
     axes = reduced(x, dim)
     return _with_axes(grad, x, axes, keepdim).expand(x.shape) / size_of(x, axes)
 
 
-@manual("gvar: *n, gmean: *n, self: *n *d -> dself: *n *d")
-def var_mean_backward(
-    gvar: Gradient,
-    gmean: Gradient,
-    self: Tensor,
-    dim_opt: Dims | None,
-    correction_opt: Real | None,
-    keepdim: bool,
-) -> Tensor:
+_HOW = "int[1]? dim_opt, Scalar? correction_opt, bool keepdim"
+
+
+@manual("gvar: *n, gmean: *n, self: *n *d -> dself: *n *d", rest=_HOW)
+def var_mean_backward(gvar: Gradient, gmean: Gradient, self: Tensor, *how: Any) -> Tensor:
     """dself = gvar * 2 * (x - mean_d(x)) / (d - correction) + gmean / d"""
-    through_var = var_backward(gvar, self, dim_opt, correction_opt, keepdim)
-    return through_var + _mean_backward(gmean, self, dim_opt, keepdim)
+    return var_backward(gvar, self, *how) + _mean_backward(gmean, self, *how)
 
 
-@manual("gstd: *n, gmean: *n, self: *n *d, std: *n -> dself: *n *d")
+@manual("gstd: *n, gmean: *n, self: *n *d, std: *n -> dself: *n *d", rest=_HOW)
 def std_mean_backward(
-    gstd: Gradient,
-    gmean: Gradient,
-    self: Tensor,
-    std: Tensor,
-    dim_opt: Dims | None,
-    correction_opt: Real | None,
-    keepdim: bool,
+    gstd: Gradient, gmean: Gradient, self: Tensor, std: Tensor, *how: Any
 ) -> Tensor:
     """dself = gstd / std * (x - mean_d(x)) / (d - correction) + gmean / d"""
-    through_std = std_backward(std, gstd, self, dim_opt, correction_opt, keepdim)
-    return through_std + _mean_backward(gmean, self, dim_opt, keepdim)
+    return std_backward(std, gstd, self, *how) + _mean_backward(gmean, self, *how)
