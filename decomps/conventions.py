@@ -189,6 +189,7 @@ def linear(formula: F, schema: torch.FunctionSchema, zeros: Collection[str]) -> 
 # --- the rule -----------------------------------------------------------------------------------
 
 
+_ONE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -213,10 +214,11 @@ def with_conventions(
     """
     names = tuple(argument.name for argument in schema.arguments)
     parameters = inspect.signature(formula).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    options = {a.name for a in schema.arguments if a.kwarg_only and _KEYWORDS in kinds}
-    missing = len(names) - len(options) - len(parameters) + (_KEYWORDS in kinds)
-    if (missing and not (missing > 0 and _REST in kinds)) or len(results) != len(schema.returns):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    options = [a.name for a in schema.arguments if a.kwarg_only and _KEYWORDS in kinds]
+    taken, left = kinds.count(_ONE), len(names) - len(options)
+    fits = taken == left or (taken < left and _REST in kinds)
+    if not fits or len(results) != len(schema.returns):
         raise ValueError(
             f"{schema.name} takes ({', '.join(names)}) and returns {len(schema.returns)}; the "
             f"formula takes ({', '.join(parameters)}) and describes {len(results)} results"

@@ -4,19 +4,14 @@ the operands; who calls sums it to the shape of each (decomps/table/binding.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from normpass.decomps.conventions import absent
+from normpass.decomps.conventions import Arguments, absent
 from normpass.decomps.manual import Gradient, Mask, Number, Tangent, manual
 from normpass.decomps.neutral import ZERO
 
 aten = torch.ops.aten
-
-if TYPE_CHECKING:
-    from normpass.decomps.conventions import Arguments
 
 
 def _real_where_the_operand_is(given: Arguments) -> torch.dtype | None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from normpass.decomps.conventions import real
 from normpass.decomps.manual import Gradient, manual
 
 aten = torch.ops.aten
-
-if TYPE_CHECKING:
-    from normpass.decomps.conventions import Arguments
-
-
-def _real(given: Arguments) -> torch.dtype | None:
-    return None if given["grad"] is None else given["grad"].dtype.to_real()
 
 
 @manual("grad: *n, self: *n -> dself: *n", of="angle")
@@ -44,7 +36,7 @@ def sgn_backward(x: Tensor, gx: Gradient, sgn: Tensor) -> Tensor:
 
 @manual(
     "grad: *n, result: *n -> dabs: *n, dangle: *n",
-    dtype=_real,
+    dtype=real("grad"),
     sample=lambda abs, angle: {"abs": abs.abs(), "result": torch.polar(abs.abs(), angle)},
     of=aten.polar.default,
     why="right for abs > 0 alone: of other numbers the result does not tell the angle",

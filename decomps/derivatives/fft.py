@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from normpass.decomps.conventions import Arguments, real
 from normpass.decomps.manual import Gradient, Ints, manual
-
-if TYPE_CHECKING:
-    from normpass.decomps.conventions import Arguments
 
 aten = torch.ops.aten
 
@@ -28,10 +24,6 @@ def _weighted(half: Tensor, axis: int, size: int, weight: float) -> Tensor:
 
 def _complex(given: Arguments) -> torch.dtype | None:
     return None if given["grad"] is None else given["grad"].dtype.to_complex()
-
-
-def _real(given: Arguments) -> torch.dtype | None:
-    return None if given["grad"] is None else given["grad"].dtype.to_real()
 
 
 @manual(
@@ -52,7 +44,7 @@ def fft_c2r_backward(grad: Gradient, dim: Ints, normalization: int) -> Tensor:
 
 @manual(
     "grad: *n c -> dself: *n m",
-    dtype=_real,
+    dtype=real("grad"),
     sample=lambda self: {"self": self.real, "dim": [self.dim() - 1]},
     of="_fft_r2c",
 )

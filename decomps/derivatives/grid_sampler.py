@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from normpass.decomps.conventions import Result, absent, like
-from normpass.decomps.manual import FILE, Mask
-from normpass.decomps.registry import formula
+from normpass.decomps.conventions import absent
+from normpass.decomps.manual import Gradient, manual
 from normpass.decomps.torch_versions import GRID_SAMPLER_TWICE
 
 if TYPE_CHECKING:
@@ -162,20 +161,13 @@ class _Pixels:
 
 
 def _double_backward(
-    ggI: Tensor,
-    ggGrid: Tensor,
-    grad_output: Tensor,
-    input: Tensor,
-    grid: Tensor,
-    mode: int,
-    padding: int,
-    align: bool,
-    output_mask: Mask,
+    ggI: Gradient, ggGrid: Gradient, grad_output: Tensor, input: Tensor, grid: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of f = <grad_output, dy>, dy = y's derivative along ggI and ggGrid: its gradients
 
     dy = sum_k(w_k * ggI_k + v_k * x_k),  v = the derivative of w along ggGrid
     """
+    mode, padding, align, _ = how
     # A point has the image's last axis first.
     axes = [
         _Axis.of(grid.select(-1, -1 - d), size, mode, padding, align)
@@ -207,16 +199,12 @@ def _double_backward(
 
 
 if GRID_SAMPLER_TWICE:
-    for _axes in "23":
-        formula(
-            "double_backward",
-            f"grid_sampler_{_axes}d_double_backward(Tensor? ggI, Tensor? ggGrid, Tensor "
-            "grad_output, Tensor input, Tensor grid, int interpolation_mode, int padding_mode, "
-            "bool align_corners, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-            source=f"{FILE}: grid_sampler_{_axes}d_double_backward",
-            shapes=_SHAPES[_axes],
-            results=[Result(like(name), None) for name in ("grad_output", "input", "grid")],
-            zeros=("ggI", "ggGrid"),
+    for _axes, _shapes in _SHAPES.items():
+        manual(
+            _shapes,
+            name=f"grid_sampler_{_axes}d_double_backward",
+            rest="int interpolation_mode, int padding_mode, bool align_corners, "
+            "bool[3] output_mask",
             sample=lambda: {"output_mask": [True, True]},
             of=f"grid_sampler_{_axes}d_backward",
         )(_double_backward)

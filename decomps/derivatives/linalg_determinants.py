@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from normpass.decomps.activation.levels import constant
-from normpass.decomps.conventions import Result, absent, like
+from normpass.decomps.conventions import Result, absent, like, real
 from normpass.decomps.derivatives.linalg_spectra import diagonal, imaginary
 from normpass.decomps.manual import Gradient, Tangent, manual
 from normpass.decomps.operators import is_concrete, is_differentiated
 
 aten = torch.ops.aten
-
-if TYPE_CHECKING:
-    from normpass.decomps.conventions import Arguments
-
-
-def _real_of_sign(given: Arguments) -> torch.dtype:
-    dtype: torch.dtype = given["sign"].dtype
-    return dtype.to_real()
 
 
 def _any(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -156,7 +148,7 @@ def slogdet_backward(
 
 @manual(
     "LU: *b n n, pivots: *b n, dA: *b n n, sign: *b -> dsign: *b, dlogabsdet: *b",
-    results=(Result(like("sign"), None), Result(_real_of_sign, None)),
+    results=(Result(like("sign"), None), Result(real("sign"), None)),
     sample=_factored,
     of=aten.linalg_slogdet.default,
     why="no further derivative goes through LU: our row does without (own_rows.py)",

@@ -9,6 +9,7 @@ if it is included, of self at i. The weights of a result in its elements are pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -113,8 +114,6 @@ def _without(x: Tensor, code: Tensor) -> Tensor:
     return torch.where(zero, of_zero, of_other)
 
 
-_AT_ZEROS = "of a product with several zeros: exact to the second derivative, not beyond"
-
 # --- formulas -----------------------------------------------------------------------------------
 
 
@@ -144,57 +143,47 @@ def _scattered(self: Tensor, src: Tensor) -> dict[str, Any]:
     return {"index": _index(self, src, -1).expand(src.shape)}
 
 
-@manual(
+_of_reduction = partial(
+    manual,
+    rest="str reduce, bool include_self, Tensor result",
+    why="of a product with several zeros: exact to the second derivative, not beyond",
+)
+
+
+@_of_reduction(
     "grad: *n d, self: *n d, index: *n m, src: *n m, result: *n d -> dself: *n d, dsrc: *n m",
     of="scatter_reduce.two",
     sample=_scattered,
     compared=("self", "src", "result"),
-    why=_AT_ZEROS,
 )
 def scatter_reduce_backward(
-    grad: Gradient,
-    self: Tensor,
-    dim: int,
-    index: Tensor,
-    src: Tensor,
-    reduce: str,
-    include_self: bool,
-    result: Tensor,
+    grad: Gradient, self: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor]:
     """dself_i = grad_i * common_i * of_self_i,  dsrc_e = (grad * common)_index(e) * of_src_e"""
     groups = _Groups(dim, index)
-    return _backward(grad, groups, _weights(groups, self, src, reduce, include_self, result))
+    return _backward(grad, groups, _weights(groups, self, src, *how))
 
 
-@manual(
+@_of_reduction(
     "grad: *n d, self: *n d, index: m, source: *n m, result: *n d -> dself: *n d, dsource: *n m",
     of="index_reduce",
     sample=lambda self, source: {"index": _index(self, source, -1)},
     compared=("self", "source", "result"),
-    why=_AT_ZEROS,
 )
 def index_reduce_backward(
-    grad: Gradient,
-    self: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    include_self: bool,
-    result: Tensor,
+    grad: Gradient, self: Tensor, dim: int, index: Tensor, source: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor]:
     """As scatter_reduce's, with an index for each slice along an axis"""
     groups = _Groups(dim, _of_slices(index, dim, source))
-    return _backward(grad, groups, _weights(groups, self, source, reduce, include_self, result))
+    return _backward(grad, groups, _weights(groups, self, source, *how))
 
 
-@manual(
+@_of_reduction(
     "self_p: *n d, self_t: *n d, index: *n m, src_p: *n m, src_t: *n m, result: *n d "
     "-> result_t: *n d",
     of="scatter_reduce.two",
     sample=_scattered,
     compared=("self_p", "src_p", "result"),
-    why=_AT_ZEROS,
 )
 def scatter_reduce_jvp(
     self_p: Tensor,
@@ -203,13 +192,11 @@ def scatter_reduce_jvp(
     index: Tensor,
     src_p: Tensor,
     src_t: Tangent,
-    reduce: str,
-    include_self: bool,
-    result: Tensor,
+    *how: Any,
 ) -> Tensor:
     """dy_i = common_i * (of_self_i * dself_i + sum_e(of_src_e * dsrc_e))"""
     groups = _Groups(dim, index)
-    common, of_self, of_src = _weights(groups, self_p, src_p, reduce, include_self, result)
+    common, of_self, of_src = _weights(groups, self_p, src_p, *how)
     total, each = self_t * of_self, src_t * of_src
     if not absent(each):
         total = groups.add(torch.zeros_like(self_p) if absent(total) else total, each)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from normpass.decomps import registry
+from normpass.decomps.derivatives.binary import pow_backward
 from normpass.decomps.manual import Gradient, Number, manual
+from normpass.decomps.neutral import ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +36,30 @@ def test_overloads_and_defaults() -> None:
     assert registry.derivative("clamp_backward.Tensor").op is not None
     schema = str(torch.ops.normpass.div_tensor_other_backward.default._schema)
     assert "str? rounding_mode=None" in schema
+
+
+def test_numbers_and_options() -> None:
+    """*numbers have the schema that the decorator says; **options are those of a new tensor."""
+    schema = str(torch.ops.normpass.var_mean_backward.default._schema)
+    assert "Tensor self, int[1]? dim_opt, Scalar? correction_opt, bool keepdim) ->" in schema
+    schema = str(torch.ops.normpass.split_backward.default._schema)
+    assert "SymInt[] sym_sizes, *, ScalarType? dtype=None, Layout? layout=None, Device?" in schema
+
+
+def test_without_a_gradient_there_is_no_call() -> None:
+    """Neither of the operator's formula, nor by its name: None, and ZERO, for every result."""
+    x, d = torch.ones(3), torch.float32
+    assert torch.ops.normpass.pow_backward(None, x, 0) is None
+    assert pow_backward(ZERO, x, 0) is ZERO
+    assert torch.ops.normpass.polar_backward(None, x) == (None, None)
+    assert registry.derivative("cat_tensors_backward")(None, [[1], [2]], [d, d], 0) == [None, None]
+    assert torch.ops.normpass.split_with_sizes_backward([None, None], [1, 2], 0, [3]) is None
+
+
+def test_a_weight_that_is_not_there_is_one() -> None:
+    g, x, y = torch.rand(3, 4).unbind()
+    op = torch.ops.normpass.binary_cross_entropy_target_backward
+    assert torch.equal(op(g, x, y, None, 0), op(g, x, y, torch.ones(4), 0))
 
 
 def test_a_result_has_the_dtype_of_its_argument() -> None:
