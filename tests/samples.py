@@ -43,7 +43,7 @@ POSITIVE = re.compile(r"(var|rstd|invstd)(_t|_p)?$")
 # What FunctionsManual.cpp calls an operator's argument, where it calls it otherwise.
 OTHERWISE = {"self": ("input", "x")}
 # Tensors that an operator takes or not; other optional tensors are there where they are needed.
-PARAMETERS = ("weight", "bias", "gamma", "weight_p", "weight_t", "bias_p", "bias_t")
+PARAMETERS = ("weight", "bias", "gamma", "weight_p", "weight_t", "bias_p", "bias_t", "pos_weight")
 
 
 def parameters(rule: Rule) -> dict[str, Any]:

@@ -116,3 +116,10 @@ def test_a_classification_without_a_path() -> None:
         (of_g,) = torch.autograd.grad(found.sum(), g)
         assert_close(of_g, torch.tensor([0.0, 1.5], dtype=torch.float64))
         assert rule(g, loss, saved, False).isnan().any()
+
+
+def test_an_absolute_value_has_no_second_derivative() -> None:
+    """Which is what the smooth one is without a part that is smooth."""
+    g, x, y = torch.randn(3, 4).unbind()
+    found = derivative("smooth_l1_loss_double_backward")(g, x, y, MEAN, 0.0)
+    assert_close(found, torch.zeros(4))
