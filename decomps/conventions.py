@@ -188,7 +188,6 @@ def linear(formula: F, schema: torch.FunctionSchema, zeros: Collection[str]) -> 
 
 # --- the rule -----------------------------------------------------------------------------------
 
-
 _ONE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -206,11 +205,10 @@ def with_conventions(
 
     The formula's parameters correspond to the schema's in order, *numbers to all that are left and
     **options to those that are given by name; it returns one tensor for each of `results`, or a
-    tuple of them. zeros, ones: the parameters for which None means ZERO (an
-    undefined gradient) and ONE (a weight that is not there); a result that comes out as ZERO is
-    None. as_given: the formula only moves elements, or leaves the precision to a kernel that sees
-    to it; its arguments are not raised. Raises ValueError when the numbers differ or a name is
-    unknown.
+    tuple of them. zeros, ones: the parameters for which None means ZERO (an undefined gradient) and
+    ONE (a weight that is not there); a result that comes out as ZERO is None. as_given: the formula
+    only moves elements, or leaves the precision to a kernel that sees to it; its arguments are not
+    raised. Raises ValueError when the numbers differ or a name is unknown.
     """
     names = tuple(argument.name for argument in schema.arguments)
     parameters = inspect.signature(formula).parameters
