@@ -108,14 +108,15 @@ def test_split_with_sizes_backward_is_autograds_own(
     g = [torch.randn_like(v) if there else None for v, there in zip(parts, given, strict=True)]
     rule = derivative("split_with_sizes_backward")
     found = rule(g, sizes, dim, x.shape, dtype=dtype, device=x.device)
-    expected = torch.zeros_like(x)
-    if any(given):
-        ys, gs = zip(*((y, v) for y, v in zip(parts, g, strict=True) if v is not None), strict=True)
-        (expected,) = torch.autograd.grad(ys, x, gs)
-        op = ops.split_with_sizes_backward
-        assert torch.equal(op(g, sizes, dim, x.shape), expected), "the options are optional"
-        assert torch.equal(op(g, sizes, dim, x.shape, dtype=dtype, layout=x.layout), expected)
+    if not any(given):
+        assert found is None
+        return
+    ys, gs = zip(*((y, v) for y, v in zip(parts, g, strict=True) if v is not None), strict=True)
+    (expected,) = torch.autograd.grad(ys, x, gs)
+    op = ops.split_with_sizes_backward
     assert torch.equal(found, expected)
+    assert torch.equal(op(g, sizes, dim, x.shape), expected), "the options are optional"
+    assert torch.equal(op(g, sizes, dim, x.shape, dtype=dtype, layout=x.layout), expected)
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 7])
@@ -219,3 +220,43 @@ def test_halves_of_one_place_are_summed_in_float32() -> None:
     zeros, g = torch.zeros(2).bfloat16(), torch.full((1000,), 1.0).bfloat16()
     found = ops.index_backward(zeros, [torch.zeros(1000, dtype=torch.int64)], g)
     assert torch.equal(found, torch.tensor([1000.0, 0.0]).bfloat16())
+
+
+def pulled(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A gradient of y, and autograd's of x for it."""
+    g = torch.randn_like(y)
+    return g, torch.autograd.grad(y, x, g)[0]
+
+
+@pytest.mark.parametrize("repeats", [(2, 1, 3), (1, 2), (0, 2), (3, 0, 1), (1, 1)], ids=str)
+def test_repeat_backward_is_autograds_own(repeats: tuple[int, ...]) -> None:
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    g, expected = pulled(x.repeat(repeats), x)
+    assert_close(ops.repeat_backward(g, repeats, x.shape), expected)
+
+
+@pytest.mark.parametrize("of", [(None, None, 1), (1, None, 2), (None, -1, 1), (-2, 7, 1)], ids=str)
+def test_slice_backward_is_autograds_own(of: tuple[int | None, int | None, int]) -> None:
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    g, expected = pulled(torch.ops.aten.slice(x, 1, *of), x)
+    assert_close(ops.slice_backward_wrapper(g, x.shape, 1, *of), expected)
+
+
+@pytest.mark.parametrize("there", range(3))
+def test_what_was_unbound_without_some_gradients(there: int) -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    g, expected = pulled(x.unbind(1)[there], x)
+    assert_close(ops.unbind_backward([g if k == there else None for k in range(3)], 1), expected)
+
+
+def test_results_are_no_views_of_the_gradient() -> None:
+    g, dtypes = torch.rand(2, 3), [torch.float32] * 2
+    found = [
+        ops.permute_backwards(g, [1, 0]),
+        *ops.cat_tensors_backward(g, [[1, 3], [1, 3]], dtypes, 0),
+        *ops.stack_tensors_backward(g, 0, dtypes),
+        *ops.block_diag_backward(g, [[1, 1], [1, 2]], dtypes),
+        ops.sum_backward(g, [2, 3], [0], True),
+    ]
+    memory = g.untyped_storage().data_ptr()
+    assert all(x.untyped_storage().data_ptr() != memory for x in found)
