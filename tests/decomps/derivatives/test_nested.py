@@ -78,7 +78,7 @@ def test_unbind_of_jagged(make: Any) -> None:
 def test_unbind_of_jagged_with_the_ragged_axis_last() -> None:
     check_parts(aten.unbind.int, (), jagged().transpose(1, 2))
     with pytest.raises(ValueError, match="expected a jagged tensor to be unbound along dim 0"):
-        torch.ops.normpass.unbind_backward_nested_jagged([], jagged(), 1)
+        torch.ops.normpass.unbind_backward_nested_jagged([torch.ones(1)], jagged(), 1)
 
 
 def test_the_gradient_of_jagged_has_the_buffers_shape() -> None:
