@@ -6,7 +6,9 @@ None of them copies: each is a view, a plain reduction or arithmetic on sizes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from normpass.decomps.neutral import ONE, ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,17 +38,16 @@ def pad_to_rank(x: Tensor, rank: int) -> Tensor:
     return x.view(*x.shape, *(1,) * missing) if missing > 0 else x
 
 
-def per_channel(v: Tensor, rank: int) -> Tensor:
-    """v: c -> 1 c 1 1 ..., against an x: n c *s of this rank."""
-    return v.view(1, *v.shape, *(1,) * (rank - 2))
+def per_channel(v: Any, rank: int, *split: int) -> Any:
+    """v: *v c -> *v 1 c 1 1 ..., against an x: *v n c *s of this rank; c split into these sizes.
 
-
-def aligned(v: Tensor, *sizes: int, rank: int) -> Tensor:
-    """v: c -> 1 c 1 1 ... of this rank, c split into these sizes (-1 is inferred).
-
-    Where `per_channel` asks a vector for its shape, this takes ZERO and ONE too.
+    ZERO and ONE stay as they are.
     """
-    return v.view(1, *sizes, *(1,) * (rank - 1 - len(sizes)))
+    if v is ZERO or v is ONE:
+        return v
+    *batch, channels = v.shape
+    sizes = split or (channels,)
+    return v.view(*batch, 1, *sizes, *(1,) * (rank - len(batch) - 1 - len(sizes)))
 
 
 def reduced(x: Tensor, dim: Sequence[int] | None) -> list[int]:

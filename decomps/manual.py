@@ -8,9 +8,9 @@
 
 The function's name and parameters are upstream's, in upstream's order. From the annotations comes
 the operator's schema: `Gradient` and `Tangent` are tensors whose None stands for zero, and without
-any of them there is no call; the None of a `Weight` stands for ones; `**options` are a dtype and
-what else a new tensor has. The result `dx` or `x_t` has the dtype of the argument x, any other that
-of the first gradient or tensor that is there.
+any of them there is no call; the None of a `Weight` stands for ones; `Mask3` is a mask of three
+results; `**options` are a dtype and what else a new tensor has. The result `dx` or `x_t` has the
+dtype of the argument x, x_t or x_opt, any other that of the first gradient or tensor that is there.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ Size = int
 Ints = Sequence[int]
 Dims = Sequence[int]
 Mask = Sequence[bool]
+Mask2 = Sequence[bool]
+Mask3 = Sequence[bool]
 Shapes = Sequence[Ints]
 DTypes = Sequence[torch.dtype]
 
@@ -74,6 +76,8 @@ _TYPES = {
     "Dims | None": "int[1]?",
     "Shapes": "SymInt[][]",
     "Mask": "bool[]",
+    "Mask2": "bool[2]",
+    "Mask3": "bool[3]",
     "DTypes": "ScalarType[]",
 }
 _ZEROS = ("Gradient", "Tangent", "Gradients", "Tangents")
@@ -154,5 +158,6 @@ def _argument(name: str, parameter: inspect.Parameter, rest: str) -> str:
 def _usual(result: str, kinds: Mapping[str, str]) -> DType:
     """The dtype of a result of this name: of dx or x_t that of x."""
     tensors = [n for n, kind in kinds.items() if kind in (*_ZEROS, "Tensor", "Tensors")]
-    mine = [n for n in (result[1:], result.removesuffix("_t")) if n in kinds]
+    names = (*(result[1:] + end for end in ("", "_t", "_opt")), result.removesuffix("_t"))
+    mine = [n for n in names if n in kinds]
     return like(*mine[:1], *tensors)

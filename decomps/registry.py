@@ -143,7 +143,6 @@ DECLARED: dict[tuple[Kind, OpOverload | str], Rule] = {}
 _ROOMS = (
     "normpass.decomps.norms",
     "normpass.decomps.derivatives",
-    "normpass.decomps.batching",
     "normpass.decomps.zero_tensors",
 )
 

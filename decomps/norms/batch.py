@@ -1,64 +1,258 @@
-"""Batch norm's backward: statistics per channel, over the batch and the spatial axes.
+"""Batch norm: statistics per channel, over the batch and the spatial axes.
 
-The forward stays with torch's decompositions: they read the input once for both statistics, are
-centred and out of place (`_native_batch_norm_legit_functional`).
+What all its operators compute; batch_spellings.py enters it for each of them. Under vmap an axis v
+comes first, and each pair of v and c is a channel of its own. `v`: how many such axes there are.
+
+Below autograd the forward stays with torch's decompositions: they read the input once for both
+statistics, are centred and out of place (`_native_batch_norm_legit_functional`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.axes import all_but, per_channel
-from normpass.decomps.conventions import Result, as_input, like
-from normpass.decomps.registry import decomposition
+from normpass.decomps.axes import per_channel, size_of
+from normpass.decomps.batching import any_of, front, fronts, typed_as
+from normpass.decomps.buffers import RUNNING_STATISTICS_NOT_BATCHED, assign
+from normpass.decomps.conventions import working, working_dtype
+from normpass.decomps.manual import Gradient, Mask3, Tangent, Weight, manual
+from normpass.decomps.norms.standardized import (
+    Standardized,
+    affine,
+    may_be_differentiated,
+    statistics,
+)
+from normpass.decomps.registry import derivative
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
-aten = torch.ops.aten
+_Three = tuple["Tensor", "Tensor", "Tensor"]
+_Pair = tuple["Tensor", "Tensor"]
+# Results v ..., each with whether it varies over v: what batching.outputs takes.
+_Varying = tuple[tuple[Any, bool], ...]
 
-_Gradients = tuple["Tensor", "Tensor", "Tensor"]
 
-_PARAMETER = Result(like("weight", "running_mean", "save_mean", "input"))
-_RESULTS = (Result(like("input"), as_input), _PARAMETER, _PARAMETER)
-_STATISTICS = "weight: c, running_mean: c, running_var: c, save_mean: c"
-_GRADIENTS = "dx: n c *s, dweight: c, dbias: c"
+def _reduced(x: Tensor, v: int = 0) -> list[int]:
+    """The numbers of the axes n *s of an x: v n c *s."""
+    return [axis for axis in range(v, x.dim()) if axis != v + 1]
+
+
+# --- forward ------------------------------------------------------------------------------------
+
+
+def _check_running(running_mean: Tensor | None, running_var: Tensor | None, training: bool) -> None:
+    """Raises what eager raises of running statistics that are not there.
+
+    Its own kernel for the CPU crashes in evaluation mode without both; torch.batch_norm, which asks
+    first, has these messages.
+    """
+    if not training:
+        for name, value in (("running_mean", running_mean), ("running_var", running_var)):
+            if value is None:
+                raise RuntimeError(f"{name} must be defined in evaluation mode")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+
+
+def _normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Sequence[Any],
+    training: bool,
+    eps: float,
+    v: int = 0,
+) -> tuple[Tensor, _Pair, _Pair]:
+    """y, the mean and rstd that it is made with, and what the running statistics move towards.
+
+    Raises RuntimeError, as eager does, where there is no element to take statistics of.
+    """
+    if training:
+        if 0 in x.shape[v:]:
+            raise RuntimeError(
+                "input tensor must have at least one element, but got input_sizes = "
+                f"{list(x.shape[v:])}"
+            )
+        axes = _reduced(x, v)
+        m = size_of(x, axes)
+        var, mean = torch.var_mean(x, axes, correction=0)
+        new = mean, var * m / (m - 1)
+    else:
+        mean, var = new = running[0].to(x.dtype), running[1].to(x.dtype)
+    rstd, rank = torch.rsqrt(var + eps), x.dim()
+    x_hat = (x - per_channel(mean, rank)) * per_channel(rstd, rank)
+    w, b = (None if p is None else per_channel(p, rank) for p in (weight, bias))
+    return affine(x_hat, w, b), (mean, rstd), new
+
+
+def _saves(x: Tensor, training: bool, vendors: bool) -> bool:
+    """Whether eager saves statistics: in evaluation mode its kernel for the CPU and cuDNN's and
+    MIOpen's do not.
+    """
+    return training or not (vendors or x.device.type == "cpu")
+
+
+def _saved(
+    pair: _Pair, given: Sequence[Any], training: bool, vendors: bool, v: int = 0
+) -> tuple[Tensor, ...]:
+    """mean and rstd as eager returns them: in the input's dtype on the CPU, unless a parameter is
+    wider.
+    """
+    (mean, rstd), x = pair, given[0]
+    mixed = any(value is not None and value.dtype != x.dtype for value in given)
+    dtype = working(x.dtype) if mixed or x.device.type != "cpu" else x.dtype
+    if not _saves(x, training, vendors):
+        return tuple(x.new_empty((*(1,) * v, 0), dtype=dtype) for _ in pair)
+    if not training:
+        mean = mean.clone()  # a tensor of its own: the buffer goes on changing
+    return mean.to(dtype), rstd.to(dtype)
+
+
+def _averaged(running: Tensor, new: Tensor, momentum: float) -> Tensor:
+    """(1 - momentum) * running + momentum * new, which is a constant here, in its precision."""
+    return (1 - momentum) * running.to(new.dtype) + momentum * new.detach()
+
+
+def _update(running: Tensor | None, new: Tensor, momentum: float) -> None:
+    """running <- (1 - momentum) * running + momentum * new, in place; nothing where it is None."""
+    if running is not None:
+        assign(running, _averaged(running, new, momentum), RUNNING_STATISTICS_NOT_BATCHED)
+
+
+def batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    vendors: bool,
+) -> tuple[Tensor, ...]:
+    """y = (x - mean) * rstd * weight + bias,  rstd = (var + eps)^(-1/2),  x the input
+
+    training: mean = mean_ns(x), var = mean_ns((x - mean)^2), and in place, m the size of (n, s):
+        running_mean += momentum * (mean - running_mean)
+        running_var  += momentum * (var * m / (m - 1) - running_var)
+    else: mean = running_mean, var = running_var; on the CPU nothing is saved.
+    """
+    given = (input, weight, bias, running_mean, running_var)
+    _check_running(running_mean, running_var, training)
+    x = input.to(working_dtype(given))
+    y, pair, new = _normalized(x, weight, bias, given[3:], training, eps)
+    if training:
+        for buffer, value in zip(given[3:], new, strict=True):
+            _update(buffer, value, momentum)
+    return y.to(input.dtype), *_saved(pair, given, training, vendors)
+
+
+def batch_norm_batch_rule(
+    in_dims: Sequence[Any],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    vendors: bool,
+    functional: bool,
+) -> _Varying:
+    """See `batch_norm`, whose channels are the pairs of v and c.
+
+    functional: the new running statistics are results, and nothing is written.
+    """
+    given, dims = (input, weight, bias, running_mean, running_var), in_dims[:5]
+    _check_running(running_mean, running_var, training)
+    x, w, b, *running = fronts(given, dims)
+    y, pair, new = _normalized(x, w, b, running, training, eps, v=1)
+    averages = _new_running(given[3:], new, dims, momentum, training, functional)
+    mean_dim, var_dim = (dims[0], dims[0]) if training else dims[3:]
+    varies = any_of(*dims[:3], mean_dim, var_dim)
+    saves = _saves(input, training, vendors)
+    mean, rstd = _saved(pair, given, training, vendors, v=1)
+    saved = (mean, saves and any_of(mean_dim)), (rstd, saves and any_of(var_dim))
+    return (y.to(input.dtype), varies), *saved, *averages
+
+
+def _new_running(
+    running: Sequence[Tensor | None],
+    new: _Pair,
+    dims: Sequence[int | None],
+    momentum: float,
+    training: bool,
+    functional: bool,
+) -> list[tuple[Tensor, bool]]:
+    """The running statistics with those of this batch: new tensors, or in place and nothing."""
+    x_dim, own = dims[0], dims[3:]
+    shared = any(v is not None and d is None for v, d in zip(running, own, strict=True))
+    if training and not functional and shared and x_dim is not None:
+        raise RuntimeError(RUNNING_STATISTICS_NOT_BATCHED)
+    results = []
+    for value, dim, statistic in zip(running, own, new, strict=True):
+        if value is None:
+            continue
+        if not functional:
+            if training:
+                _update(front(value, dim), statistic, momentum)
+        elif training:
+            average = _averaged(front(value, dim), statistic, momentum)
+            results.append((average.to(value.dtype), any_of(dim, x_dim)))
+        else:  # results may not be views of arguments
+            results.append((front(value, dim).clone(), any_of(dim)))
+    return results
+
+
+# --- backward -----------------------------------------------------------------------------------
+
+
+def _chosen(running: Sequence[Any], saved: Sequence[Any], train: bool) -> tuple[Any, Any]:
+    """The saved mean and rstd of this batch, or the running mean and variance."""
+    pair = saved if train else running
+    if pair[0] is None or pair[1] is None:
+        expected = "save_mean and save_invstd" if train else "running_mean and running_var"
+        raise ValueError(f"batch norm's derivative with train={train} needs {expected}; found None")
+    return pair[0], pair[1]
 
 
 def _gradients(
-    g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, train: bool
-) -> _Gradients:
-    """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  m = the size of (n, s)
-
-    dweight = sum_ns(g * x_hat)
-    dbias   = sum_ns(g)
-    dx      = rstd * weight * (g - dbias / m - x_hat * dweight / m)    statistics of this batch
-    dx      = rstd * weight * g                                        running statistics
-    """
-    rank, reduced = x.dim(), all_but(x, 1)
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    spread: Tensor,
+    train: bool,
+    eps: float,
+    wanted: Sequence[bool],
+    v: int = 0,
+) -> tuple[Any, Any, Any]:
+    """dx, dweight and dbias; None where they are not wanted. spread: rstd, or the variance."""
+    rank, reduced = x.dim(), _reduced(x, v)
+    rstd = spread if train else torch.rsqrt(spread + eps)
     x_hat = (x - per_channel(mean, rank)) * per_channel(rstd, rank)
-    dweight, dbias = (g * x_hat).sum(reduced), g.sum(reduced)
-    scale = per_channel(rstd if weight is None else rstd * weight, rank)
-    if not train:
-        return g * scale, dweight, dbias
-    m = 1
-    for axis in reduced:
-        m = m * x.shape[axis]
-    a, b = per_channel(dbias / m, rank), per_channel(dweight / m, rank)
-    return (g - a - x_hat * b) * scale, dweight, dbias
+    centred = train and wanted[0]
+    dx: Any = None
+    dweight: Any = (g * x_hat).sum(reduced) if centred or wanted[1] else None
+    dbias: Any = g.sum(reduced) if centred or wanted[2] else None
+    if wanted[0]:
+        scale = per_channel(rstd if weight is None else rstd * weight, rank)
+        if train:
+            m = size_of(x, reduced)
+            a, b = per_channel(dbias / m, rank), per_channel(dweight / m, rank)
+            g = g - a - x_hat * b
+        dx = g * scale
+    return dx, dweight if wanted[1] else None, dbias if wanted[2] else None
 
 
-@decomposition(
-    aten.native_batch_norm_backward.default,
-    source="aten/src/ATen/native/Normalization.cpp: batch_norm_backward_cpu; "
-    "aten/src/ATen/native/cuda/Normalization.cu: batch_norm_backward_cuda",
-    shapes=f"g: n c *s, x: n c *s, {_STATISTICS}, save_rstd: c -> {_GRADIENTS}",
-    results=_RESULTS,
-)
 def batch_norm_backward(
     g: Tensor,
     x: Tensor,
@@ -70,92 +264,156 @@ def batch_norm_backward(
     train: bool,
     eps: float,
     output_mask: Sequence[bool],
-) -> _Gradients:
-    """See `_gradients`; in eval mode rstd = (running_var + eps)^(-1/2)."""
-    if train:
-        mean, rstd, expected = save_mean, save_rstd, "save_mean and save_invstd"
-    else:
-        mean, expected = running_mean, "running_mean and running_var"
-        rstd = None if running_var is None else torch.rsqrt(running_var + eps)
-    if mean is None or rstd is None:
-        raise ValueError(f"batch norm's backward with train={train} needs {expected}; found None")
-    return _gradients(g, x, weight, mean, rstd, train)
+) -> _Three:
+    """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  m = the size of (n, s)
+
+    dweight = sum_ns(g * x_hat)
+    dbias   = sum_ns(g)
+    dx      = rstd * weight * (g - dbias / m - x_hat * dweight / m)    statistics of this batch
+    dx      = rstd * weight * g                                        running statistics
+
+    In eval mode mean = running_mean and rstd = (running_var + eps)^(-1/2).
+    """
+    pair = _chosen((running_mean, running_var), (save_mean, save_rstd), train)
+    return _gradients(g, x, weight, *pair, train, eps, output_mask)
 
 
-@decomposition(
-    "aten.batch_norm_backward.default",
-    source="aten/src/ATen/native/Normalization.cpp: _new_batch_norm_backward_cpu; "
-    "aten/src/ATen/native/cuda/Normalization.cu: _new_batch_norm_backward_cuda",
-    shapes=f"g: n c *s, x: n c *s, {_STATISTICS}, save_rstd: c, reserve: r -> {_GRADIENTS}",
-    results=_RESULTS,
-    why="the schema's save_var is the inverse deviation; the reserve is cuDNN's own",
-)
-def batch_norm_backward_with_reserve(
-    g: Tensor,
-    x: Tensor,
+def batch_norm_backward_batch_rule(
+    in_dims: Sequence[Any],
+    grad_out: Tensor,
+    input: Tensor,
     weight: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     save_mean: Tensor | None,
-    save_rstd: Tensor | None,
-    update: bool,
+    save_invstd: Tensor | None,
+    train: bool,
     eps: float,
     output_mask: Sequence[bool],
-    reserve: Tensor,
-) -> _Gradients:
-    """See `_gradients`."""
-    return batch_norm_backward(
-        g,
-        x,
-        weight,
-        running_mean,
-        running_var,
-        save_mean,
-        save_rstd,
-        update,
-        eps,
-        output_mask,
+) -> _Varying:
+    """See `batch_norm_backward`, whose sums are per example, that is per v and c."""
+    g_dim, x_dim, w_dim, *rest = in_dims[:7]
+    pair = _chosen((running_mean, running_var), (save_mean, save_invstd), train)
+    dims = g_dim, x_dim, w_dim, *(rest[2:] if train else rest[:2])
+    g, x, w, mean, spread = fronts((grad_out, input, weight, *pair), dims)
+    dx, dweight, dbias = _gradients(g, x, w, mean, spread, train, eps, output_mask, v=1)
+    parameters = (weight, running_mean, save_mean, input)
+    parameter = next(value for value in parameters if value is not None)
+    return (
+        (typed_as(dx, input), any_of(*dims) if train else any_of(g_dim, w_dim, dims[4])),
+        (typed_as(dweight, parameter), any_of(*dims[:2], *dims[3:])),
+        (typed_as(dbias, parameter), any_of(g_dim)),
     )
 
 
-@decomposition(
-    "aten.cudnn_batch_norm_backward.default",
-    source="aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward",
-    shapes=f"x: n c *s, g: n c *s, {_STATISTICS}, save_rstd: c, reserve: r -> {_GRADIENTS}",
-    results=_RESULTS,
-    why="only called in train mode; the schema's save_var is the inverse deviation",
-)
-def cudnn_batch_norm_backward(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor,
-    save_rstd: Tensor,
-    eps: float,
-    reserve: Tensor,
-) -> _Gradients:
-    """See `_gradients`."""
-    return _gradients(g, x, weight, save_mean, save_rstd, train=True)
+# --- derivatives --------------------------------------------------------------------------------
 
 
-@decomposition(
-    "aten.miopen_batch_norm_backward.default",
-    source="aten/src/ATen/native/miopen/BatchNorm_miopen.cpp: miopen_batch_norm_backward",
-    shapes=f"x: n c *s, g: n c *s, {_STATISTICS}, save_rstd: c -> {_GRADIENTS}",
-    results=_RESULTS,
-    why="only called in train mode; the schema's save_var is the inverse deviation",
+def _standardized(
+    x: Tensor, running: Sequence[Any], saved: Sequence[Any], train: bool, eps: float
+) -> Standardized:
+    """With the saved statistics of this batch, or the running ones, which are constants."""
+    mean, spread = _chosen(running, saved, train)
+    rstd = per_channel(spread if train else torch.rsqrt(spread + eps), x.dim())
+    x_hat = (x - per_channel(mean, x.dim())) * rstd
+    return Standardized(x_hat, rstd, _reduced(x) if train else None)
+
+
+@manual(
+    "input_p: n c *s, input_t: n c *s, weight_p: c, weight_t: c, bias_p: c, bias_t: c, "
+    "running_mean: c, running_var: c, saved_mean: c, saved_invstd: c -> y_t: n c *s",
+    why="the running statistics are constants: they have no tangents here",
 )
-def miopen_batch_norm_backward(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
+def batch_norm_jvp(
+    input_p: Tensor,
+    input_t: Tangent,
+    weight_p: Weight,
+    weight_t: Tangent,
+    bias_p: Tensor | None,
+    bias_t: Tangent,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    save_mean: Tensor,
-    save_rstd: Tensor,
+    saved_mean: Tensor | None,
+    saved_invstd: Tensor | None,
+    train: bool,
     eps: float,
-) -> _Gradients:
-    """See `_gradients`."""
-    return _gradients(g, x, weight, save_mean, save_rstd, train=True)
+) -> Tensor:
+    """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  c = x_t - mean_ns(x_t)
+
+    x_hat_t = rstd * (c - x_hat * mean_ns(c * x_hat))              statistics of this batch
+    x_hat_t = rstd * x_t                                           running statistics
+    y_t     = x_hat_t * weight + x_hat * weight_t + bias_t
+    """
+    running, saved = (running_mean, running_var), (saved_mean, saved_invstd)
+    norm = _standardized(input_p, running, saved, train, eps)
+    parameters = (per_channel(p, input_p.dim(), -1) for p in (weight_p, weight_t, bias_t))
+    return norm.tangent(input_t, *parameters)
+
+
+@manual(
+    "input: n c *s, gamma: c, ggI: n c *s, ggG: c, ggB: c, gO: n c *s, running_mean: c, "
+    "running_var: c, save_mean: c, save_invstd: c -> dinput: n c *s, dgamma: c, dgO: n c *s"
+)
+def batchnorm_double_backward(
+    input: Tensor,
+    gamma: Weight,
+    ggI: Gradient,
+    ggG: Gradient,
+    ggB: Gradient,
+    gO: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    output_mask: Mask3,
+) -> _Three:
+    """As in `layer_norm_double_backward`, per channel: v = ggI, u = g * gamma, g = gO and
+
+    P(u)   = u - mean_ns(u) - x_hat * mean_ns(u * x_hat),  x_hat = (x - mean) * rstd
+    c      = g * ggG - rstd * (v * mean_ns(u * x_hat) + u * mean_ns(v * x_hat))
+    dinput = rstd * P(c) - rstd^2 * x_hat * mean_ns(v * P(u))
+    dgamma = sum_ns(g * rstd * P(v))
+    dgO    = gamma * rstd * P(v) + x_hat * ggG + ggB
+
+    In eval mode the statistics are the running ones and every mean_ns is nothing:
+
+    dinput = rstd * g * ggG,  dgamma = sum_ns(g * rstd * v),  dgO = gamma * rstd * v + ...
+    """
+    running, saved = (running_mean, running_var), (save_mean, save_invstd)
+    norm = _standardized(input, running, saved, training, eps)
+    weight, vw, vb = (per_channel(p, input.dim(), -1) for p in (gamma, ggG, ggB))
+    dinput, dgamma, dgO = norm.double_backward(weight, ggI, vw, vb, gO, output_mask)
+    return dinput, dgamma.sum(_reduced(input)), dgO
+
+
+NEEDS = ("input", "weight", "grad_out")
+
+
+def batch_norm_backward_derivative(
+    grads: Sequence[Tensor | None],
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    needs: Collection[str] = NEEDS,
+) -> dict[str, Tensor | None]:
+    """The gradients of the arguments, by name: see `batchnorm_double_backward`."""
+    differentiated = may_be_differentiated(input, *grads, grad_out, weight)
+    if train and save_invstd is not None and differentiated:
+        rstd = per_channel(save_invstd, input.dim(), -1)
+        pair = statistics(input, rstd, _reduced(input))
+        save_mean, save_invstd = (value.flatten() for value in pair)
+    formula = derivative("batchnorm_double_backward")
+    wanted, running = [name in needs for name in NEEDS], (running_mean, running_var)
+    found = formula(
+        input, weight, *grads, grad_out, *running, train, eps, save_mean, save_invstd, wanted
+    )
+    return dict(zip(NEEDS, found, strict=True))

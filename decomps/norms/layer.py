@@ -1,21 +1,57 @@
-"""Layer norm: y = x_hat * weight + bias over the trailing axes *d."""
+"""Layer norm: y = x_hat * weight + bias over the trailing axes *d.
+
+Under vmap the batch axis v is one more of the axes *n.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from normpass.decomps.axes import outer_and_inner, pad_to_rank, sum_over
+from normpass.decomps.batching import (
+    any_of,
+    batching_rule,
+    check_rank,
+    example_sizes,
+    front,
+    fronts,
+    outputs,
+    trailing,
+    typed_as,
+)
 from normpass.decomps.conventions import Result, like, statistic_by_device
-from normpass.decomps.registry import decomposition
+from normpass.decomps.manual import Gradient, Mask3, Tangent, Weight, manual
+from normpass.decomps.norms.standardized import (
+    EPS,
+    Standardized,
+    affine,
+    may_be_differentiated,
+    statistics,
+)
+from normpass.decomps.registry import decomposition, derivative, register_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
+    from normpass.decomps.batching import Outputs
+
 aten = torch.ops.aten
+
+RULES = "aten/src/ATen/functorch/BatchRulesNorm.cpp"
+
+
+def _standardized(
+    x: Tensor, mean: Tensor, rstd: Tensor, normalized_shape: Sequence[int]
+) -> Standardized:
+    mean, rstd = pad_to_rank(mean, x.dim()), pad_to_rank(rstd, x.dim())
+    return Standardized((x - mean) * rstd, rstd, outer_and_inner(x, normalized_shape)[1])
+
+
+# --- forward ------------------------------------------------------------------------------------
 
 
 @decomposition(
@@ -42,12 +78,61 @@ def layer_norm(
     _, inner = outer_and_inner(x, normalized_shape)
     var, mean = torch.var_mean(x, inner, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
-    y = (x - mean) * rstd
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y, mean, rstd
+    return affine((x - mean) * rstd, weight, bias), mean, rstd
+
+
+@batching_rule(
+    aten.native_layer_norm.default,
+    source=f"{RULES}: native_layer_norm_batch_rule",
+    shapes="input: v *n *d, weight: v *d, bias: v *d -> y: v *n *d, mean: v *n 1, rstd: v *n 1",
+    why="v is one more of the axes *n; a weight or bias per example is applied outside the norm",
+    constants=(1, 2),
+)
+def layer_norm_batch_rule(
+    info: Any,
+    in_dims: Sequence[Any],
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Outputs:
+    """See `layer_norm`, which is per example and *n."""
+    x_dim, _, w_dim, b_dim, _ = in_dims
+    check_rank(input, x_dim, normalized_shape)
+    if not any_of(w_dim, b_dim):
+        x = front(input, x_dim)
+        y, mean, rstd = aten.native_layer_norm(x, normalized_shape, weight, bias, eps)
+        return outputs((y, True), (mean, True), (rstd, True))
+    _check_parameter("weight", weight, w_dim, normalized_shape)
+    _check_parameter("bias", bias, b_dim, normalized_shape)
+    x, w, b = fronts((input, weight, bias), (x_dim, w_dim, b_dim))
+    x_hat, mean, rstd = aten.native_layer_norm(x, normalized_shape, None, None, eps)
+    w, b = trailing(w, x.dim()), trailing(b, x.dim())
+    dtype = statistic_by_device({"input": input, "weight": weight, "bias": bias})
+    return outputs(
+        (affine(x_hat, w, b).to(input.dtype), True),
+        (mean.to(dtype), any_of(x_dim)),
+        (rstd.to(dtype), any_of(x_dim)),
+    )
+
+
+def _check_parameter(
+    name: str, value: Tensor | None, dim: int | None, normalized_shape: Sequence[int]
+) -> None:
+    if not normalized_shape:
+        raise RuntimeError(
+            "Expected normalized_shape to be at least 1-dimensional, i.e., containing at least one "
+            "element, but got normalized_shape = []"
+        )
+    if value is not None and example_sizes(value, dim) != list(normalized_shape):
+        raise RuntimeError(
+            f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape "
+            f"{list(value.shape)} and normalized_shape = {list(normalized_shape)}"
+        )
+
+
+# --- backward -----------------------------------------------------------------------------------
 
 
 @decomposition(
@@ -74,11 +159,136 @@ def layer_norm_backward(
     dweight = sum_n(g * x_hat)
     dbias   = sum_n(g)
     """
-    outer, inner = outer_and_inner(x, normalized_shape)
-    mean, rstd = pad_to_rank(mean, x.dim()), pad_to_rank(rstd, x.dim())
-    x_hat = (x - mean) * rstd
-    gw = g if weight is None else g * weight
-    a = gw.mean(inner, keepdim=True)
-    b = (gw * x_hat).mean(inner, keepdim=True)
-    dx = rstd * (gw - a - x_hat * b)
-    return dx, sum_over(g * x_hat, outer), sum_over(g, outer)
+    outer, _ = outer_and_inner(x, normalized_shape)
+    return _standardized(x, mean, rstd, normalized_shape).gradients(g, weight, outer, output_mask)
+
+
+@batching_rule(
+    aten.native_layer_norm_backward.default,
+    source=f"{RULES}: native_layer_norm_backward_plumbing",
+    shapes="grad_out: v *n *d, input: v *n *d, mean: v *n 1, rstd: v *n 1, weight: v *d, "
+    "bias: v *d -> dx: v *n *d, dweight: v *d, dbias: v *d",
+)
+def layer_norm_backward_batch_rule(
+    info: Any,
+    in_dims: Sequence[Any],
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> Outputs:
+    """See `layer_norm_backward`; the sums over *n are per example."""
+    g_dim, x_dim, _, mean_dim, rstd_dim, w_dim, _, _ = in_dims
+    dims = (g_dim, x_dim, mean_dim, rstd_dim, w_dim)
+    g, x, m, r, w = fronts((grad_out, input, mean, rstd, weight), dims)
+    _, *outer = outer_and_inner(x, normalized_shape)[0]
+    norm = _standardized(x, m, r, normalized_shape)
+    dx, dweight, dbias = norm.gradients(g, trailing(w, x.dim()), outer, output_mask)
+    return outputs(
+        (typed_as(dx, input), any_of(*dims)),
+        (typed_as(dweight, weight), any_of(*dims[:4])),
+        (typed_as(dbias, bias), any_of(g_dim)),
+    )
+
+
+# --- derivatives --------------------------------------------------------------------------------
+
+
+@manual(
+    "input_p: *n *d, input_t: *n *d, weight_p: *d, weight_t: *d, bias_p: *d, bias_t: *d, "
+    "saved_mean: *n 1, saved_invstd: *n 1 -> y_t: *n *d"
+)
+def layer_norm_jvp(
+    input_p: Tensor,
+    input_t: Tangent,
+    weight_p: Weight,
+    weight_t: Tangent,
+    bias_p: Tensor | None,
+    bias_t: Tangent,
+    saved_mean: Tensor,
+    saved_invstd: Tensor,
+    normalized_shape: Sequence[int],
+) -> Tensor:
+    """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  c = x_t - mean_d(x_t)
+
+    x_hat_t = rstd * (c - x_hat * mean_d(c * x_hat))
+    y_t     = x_hat_t * weight + x_hat * weight_t + bias_t
+    """
+    norm = _standardized(input_p, saved_mean, saved_invstd, normalized_shape)
+    return norm.tangent(input_t, weight_p, weight_t, bias_t)
+
+
+@manual(
+    "input_t: *n *d, gamma: *d, ggI: *n *d, ggG: *d, ggB: *d, gO_t: *n *d, "
+    "save_mean_t: *n 1, save_invstd_t: *n 1 -> dinput: *n *d, dgamma: *d, dgO: *n *d"
+)
+def layer_norm_double_backward(
+    input_t: Tensor,
+    gamma: Weight,
+    ggI: Gradient,
+    ggG: Gradient,
+    ggB: Gradient,
+    gO_t: Tensor,
+    save_mean_t: Tensor,
+    save_invstd_t: Tensor,
+    normalized_shape: Sequence[int],
+    output_mask: Mask3,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward is, with u = g * gamma and P(u) = u - mean_d(u) - x_hat * mean_d(u * x_hat),
+
+    dx = rstd * P(u),  dgamma = sum_n(g * x_hat),  dbeta = sum_n(g),  x_hat = (x - mean) * rstd
+
+    and what has the gradients v = ggI, ggG, ggB is a function of x, gamma and g (here c is the
+    gradient of x_hat, and drstd/dx = -rstd^2 * x_hat / d):
+
+    c      = g * ggG - rstd * (v * mean_d(u * x_hat) + u * mean_d(v * x_hat))
+    dinput = rstd * P(c) - rstd^2 * x_hat * mean_d(v * P(u))
+    dgamma = sum_n(g * rstd * P(v))
+    dgO    = gamma * rstd * P(v) + x_hat * ggG + ggB
+    """
+    norm = _standardized(input_t, save_mean_t, save_invstd_t, normalized_shape)
+    outer, _ = outer_and_inner(input_t, normalized_shape)
+    dinput, dgamma, dgO = norm.double_backward(gamma, ggI, ggG, ggB, gO_t, output_mask)
+    return dinput, sum_over(dgamma, outer), dgO
+
+
+_NEEDS = ("input", "weight", "grad_out")
+
+
+@register_rule(
+    "double_backward",
+    aten.native_layer_norm_backward.default,
+    source="tools/autograd/derivatives.yaml: native_layer_norm_backward",
+    shapes="grad_out: *n *d, input: *n *d, mean: *n 1, rstd: *n 1, weight: *d, bias: *d "
+    "-> dgrad_out: *n *d, dinput: *n *d, dweight: *d",
+    sample=lambda input, normalized_shape: dict(
+        zip(
+            ("mean", "rstd"),
+            aten.native_layer_norm(input, normalized_shape, None, None, EPS)[1:],
+            strict=True,
+        )
+    ),
+)
+def layer_norm_backward_derivative(
+    grads: Sequence[Tensor | None],
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+    needs: Collection[str] = _NEEDS,
+) -> dict[str, Tensor | None]:
+    """The gradients of the arguments, by name: see `layer_norm_double_backward`."""
+    if may_be_differentiated(input, *grads, grad_out, weight):
+        mean, rstd = statistics(input, rstd, outer_and_inner(input, normalized_shape)[1])
+    formula = derivative("layer_norm_double_backward")
+    wanted = [name in needs for name in _NEEDS]
+    found = formula(input, weight, *grads, grad_out, mean, rstd, normalized_shape, wanted)
+    return dict(zip(_NEEDS, found, strict=True))

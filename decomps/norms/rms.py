@@ -1,23 +1,46 @@
 """RMS norm: y = x_hat * weight over the trailing axes *d, without centring.
 
 On the CPU, and wherever input and weight differ in dtype, torch.rms_norm is a composite of
-primitives and these operators do not appear; on GPUs they do.
+primitives and these operators do not appear; on GPUs they do. Under vmap, for which torch has no
+rules of them, the batch axis v is one more of the axes *n.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.axes import outer_and_inner, sum_over
-from normpass.decomps.conventions import Result, as_input_on_cpu, like, raised
+from normpass.decomps.axes import outer_and_inner, size_of
+from normpass.decomps.batching import (
+    any_of,
+    batching_rule,
+    check_rank,
+    fronts,
+    outputs,
+    trailing,
+    typed_as,
+)
+from normpass.decomps.conventions import Result, as_input_on_cpu, like, raised, working
+from normpass.decomps.manual import Gradient, Mask2, Tangent, Weight, manual
+from normpass.decomps.neutral import ZERO
+from normpass.decomps.norms.standardized import Standardized, affine
 from normpass.decomps.registry import decomposition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from normpass.decomps.batching import Outputs
+
+
+def _standardized(x: Tensor, rstd: Tensor, normalized_shape: Sequence[int]) -> Standardized:
+    inner = outer_and_inner(x, normalized_shape)[1]
+    return Standardized(x * rstd, rstd, inner, centred=False)
+
+
+# --- forward ------------------------------------------------------------------------------------
 
 
 @decomposition(
@@ -39,8 +62,35 @@ def rms_norm(
     if eps is None:
         eps = torch.finfo(x.dtype).eps
     rstd = torch.rsqrt((x * x).mean(inner, keepdim=True) + eps)
-    y = x * rstd
-    return (y if weight is None else y * weight), rstd
+    return affine(x * rstd, weight, None), rstd
+
+
+@batching_rule(
+    "aten._fused_rms_norm.default",
+    source="aten/src/ATen/native/layer_norm.cpp: rms_norm_composite",
+    shapes="input: v *n *d, weight: v *d -> y: v *n *d, rstd: v *n 1",
+    why="torch takes the operator apart before vmap, and copies an input that is not contiguous",
+)
+def rms_norm_batch_rule(
+    info: Any,
+    in_dims: Sequence[Any],
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+) -> Outputs:
+    """See `rms_norm`, which is per example and *n."""
+    x_dim, _, w_dim, _ = in_dims
+    check_rank(input, x_dim, normalized_shape)
+    x, w = fronts((input, weight), (x_dim, w_dim))
+    y, rstd = rms_norm(x, normalized_shape, trailing(w, x.dim()), eps)
+    return outputs(
+        (y.to(input.dtype), any_of(x_dim, w_dim)),
+        (rstd.to(working(input.dtype)), any_of(x_dim)),
+    )
+
+
+# --- backward -----------------------------------------------------------------------------------
 
 
 @decomposition(
@@ -63,9 +113,96 @@ def rms_norm_backward(
     dx      = rstd * (gw - x_hat * mean_d(gw * x_hat))
     dweight = sum_n(g * x_hat)
     """
-    outer, inner = outer_and_inner(x, normalized_shape)
-    x_hat = x * rstd
-    gw = g if weight is None else g * weight
-    b = (gw * x_hat).mean(inner, keepdim=True)
-    dx = rstd * (gw - x_hat * b)
-    return dx, sum_over(g * x_hat, outer)
+    outer, _ = outer_and_inner(x, normalized_shape)
+    norm = _standardized(x, rstd, normalized_shape)
+    return norm.gradients(g, weight, outer, (*output_mask, False))[:2]
+
+
+@batching_rule(
+    "aten._fused_rms_norm_backward.default",
+    source="aten/src/ATen/native/cuda/layer_norm_kernel.cu: _fused_rms_norm_backward_cuda",
+    shapes="grad_out: v *n *d, input: v *n *d, rstd: v *n 1, weight: v *d "
+    "-> dx: v *n *d, dweight: v *d",
+)
+def rms_norm_backward_batch_rule(
+    info: Any,
+    in_dims: Sequence[Any],
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> Outputs:
+    """See `rms_norm_backward`; the sum over *n is per example."""
+    g_dim, x_dim, _, rstd_dim, w_dim, _ = in_dims
+    dims = (g_dim, x_dim, rstd_dim, w_dim)
+    g, x, r, w = fronts((grad_out, input, rstd, weight), dims)
+    _, *outer = outer_and_inner(x, normalized_shape)[0]
+    norm = _standardized(x, r, normalized_shape)
+    dx, dweight, _ = norm.gradients(g, trailing(w, x.dim()), outer, (*output_mask, False))
+    return outputs(
+        (typed_as(dx, input), any_of(*dims)), (typed_as(dweight, weight), any_of(*dims[:3]))
+    )
+
+
+# --- derivatives --------------------------------------------------------------------------------
+
+
+@manual(
+    "dY: *n *d, drstd: *n 1, input: *n *d, rstd: *n 1, weight_opt: *d -> dinput: *n *d, dweight: *d"
+)
+def infinitely_differentiable_native_rms_norm_backward(
+    dY: Gradient,
+    drstd: Gradient,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight_opt: Weight,
+    grad_input_mask: Mask2,
+) -> tuple[Tensor, Tensor]:
+    """y = x_hat * weight,  x_hat = x * rstd,  rstd = (mean_d(x^2) + eps)^(-1/2),  g = dY
+
+    dinput  = rstd * (g * weight - x_hat * mean_d(g * weight * x_hat)) - drstd * rstd^2 * x_hat / d
+    dweight = sum_n(g * x_hat)
+    """
+    outer, inner = outer_and_inner(input, normalized_shape)
+    norm = _standardized(input, rstd, normalized_shape)
+    through_y, dweight, _ = norm.gradients(dY, weight_opt, outer)
+    through_rstd = drstd * (rstd * rstd * norm.x_hat / size_of(input, inner))
+    return through_y - through_rstd, dweight
+
+
+@manual(
+    "input_p: *n *d, input_t: *n *d, weight_p: *d, weight_t: *d, saved_rstd: *n 1 -> y_t: *n *d"
+)
+def rms_norm_jvp(
+    input_p: Tensor,
+    input_t: Tangent,
+    weight_p: Weight,
+    weight_t: Tangent,
+    saved_rstd: Tensor,
+    normalized_shape: Sequence[int],
+) -> Tensor:
+    """y = x_hat * weight,  x_hat = x * rstd
+
+    x_hat_t = rstd * (x_t - x_hat * mean_d(x_t * x_hat))
+    y_t     = x_hat_t * weight + x_hat * weight_t
+    """
+    norm = _standardized(input_p, saved_rstd, normalized_shape)
+    return norm.tangent(input_t, weight_p, weight_t, ZERO)
+
+
+@manual(
+    "input_p: *n *d, input_t: *n *d, saved_rstd: *n 1 -> rstd_t: *n 1",
+    results=(Result(like("saved_rstd"), None),),
+)
+def rms_norm_rstd_jvp(
+    input_p: Tensor, input_t: Tangent, saved_rstd: Tensor, normalized_shape: Sequence[int]
+) -> Tensor:
+    """rstd = (mean_d(x^2) + eps)^(-1/2),  x_hat = x * rstd
+
+    rstd_t = -rstd^2 * mean_d(x_hat * x_t)
+    """
+    norm = _standardized(input_p, saved_rstd, normalized_shape)
+    return -(saved_rstd * saved_rstd) * norm.mean(norm.x_hat * input_t)

@@ -20,7 +20,7 @@ from torch.autograd.gradcheck import GradcheckError
 import normpass
 from normpass.decomps import registry
 from normpass.decomps.activation import registered
-from normpass.decomps.batched import any_of, front, outputs, trailing
+from normpass.decomps.batching import any_of, front, outputs, trailing
 from normpass.decomps.conventions import Result, like
 from normpass.decomps.coverage.page import by_family, page
 from normpass.decomps.registry import decomposition, formula, register_rule, slopes

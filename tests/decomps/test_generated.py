@@ -56,8 +56,8 @@ LAYOUTS = {
 # Modules of formulas whose records do not say what they are the derivatives of, and where that is
 # tested: the statistics that they take are functions of the input.
 VALUES_BY_HAND = {
-    "norms": f"{TESTS}/derivatives/test_norm_formulas.py",
-    "norm_jvps": f"{TESTS}/derivatives/test_norm_formulas.py",
+    **dict.fromkeys(("layer", "group", "batch"), f"{TESTS}/norms/test_norm_formulas.py"),
+    "rms": f"{TESTS}/norms/test_rms_norm_formulas.py",
     "variances": f"{TESTS}/derivatives/test_variances.py",
 }
 

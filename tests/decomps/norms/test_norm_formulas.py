@@ -383,6 +383,6 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 
 def test_batch_norm_says_which_statistics_it_misses() -> None:
     x, w = normal(4, 3), normal(3)
-    for train, expected in ((True, "a saved mean and inverse"), (False, "running_mean and")):
+    for train, expected in ((True, "save_mean and save_inv"), (False, "running_mean and")):
         with pytest.raises(ValueError, match=f"train={train} needs {expected}"):
             ops.batch_norm_jvp(x, x, w, w, w, w, None, None, None, None, train, EPS)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.axes import pad_to_rank
 from normpass.decomps.conventions import working_dtype
 from normpass.decomps.registry import find_op, register_rule
 
@@ -99,13 +98,15 @@ def outputs(*results: tuple[Tensor | None, bool]) -> Outputs:
     return outs, tuple(0 if varies and value is not None else None for value, varies in results)
 
 
-def per_channel(value: Tensor, rank: int) -> Tensor:
-    """value: v c -> v 1 c 1 1 ..., against an x: v n c *s of this rank."""
-    return pad_to_rank(value.unsqueeze(1), rank)
+def typed_as(value: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """A result in the dtype of this argument; nothing where there is no argument."""
+    return None if value is None or x is None else value.to(x.dtype)
 
 
-def trailing(value: Tensor, rank: int) -> Tensor:
-    """value: v *d -> v 1 1 ... *d, against an x: v *n *d of this rank."""
+def trailing(value: Tensor | None, rank: int) -> Any:
+    """value: v *d -> v 1 1 ... *d, against an x: v *n *d of this rank; None stays None."""
+    if value is None:
+        return None
     batch, *sizes = value.shape
     return value.view(batch, *(1,) * (rank - value.dim()), *sizes)
 
@@ -127,9 +128,3 @@ def check_rank(x: Tensor, dim: int | None, normalized_shape: Sequence[int]) -> N
             f"Given normalized_shape=[{expected}], expected input with shape [*, {expected}], but "
             f"got input of size{sizes}"
         )
-
-
-def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x_hat * weight + bias, of which None is left out."""
-    y = x_hat if weight is None else x_hat * weight
-    return y if bias is None else y + bias
