@@ -8,21 +8,27 @@ one, so that broadcasting does the rest. Both are views, and nothing is expanded
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import inspect
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from normpass.decomps.conventions import working_dtype
-from normpass.decomps.registry import find_op, register_rule
+from normpass.decomps.registry import decomposition, find_op, register_rule
+from normpass.decomps.shapes import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch._ops import OpOverload
 
+    from normpass.decomps.conventions import Result
+
     Outputs = tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]
     BatchingRule = Callable[..., Outputs]
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 
 def batching_rule(
@@ -69,6 +75,69 @@ def unless_unbatched(op: OpOverload) -> Callable[[BatchingRule], BatchingRule]:
     return decorate
 
 
+def batched_decomposition(
+    op: OpOverload | str,
+    *,
+    source: str,
+    shapes: str,
+    results: Sequence[Result],
+    of: Sequence[str],
+    batching: str,
+    why: str = "",
+    batching_why: str = "",
+    autograd: bool = False,
+) -> Callable[[F], F]:
+    """Decorator: enters a formula as the decomposition of an operator and as its batching rule.
+
+    The formula's keyword `v` is the number of axes before those that it is written for, which it
+    may not sum over: none for the decomposition, one for the batching rule. of: the parameters that
+    each result is made of, which say whether it varies over v: ("g x", "g"). batching,
+    batching_why: source and why of the batching rule; the rest is as in registry.decomposition.
+    """
+
+    def decorate(formula: F) -> F:
+        decomposition(
+            op, source=source, shapes=shapes, results=results, why=why, autograd=autograd
+        )(formula)
+        found = find_op(op) if isinstance(op, str) else op
+        if found is None:
+            return formula
+        arguments = [argument.name for argument in found._schema.arguments]
+        names = dict(zip(inspect.signature(formula).parameters, arguments, strict=False))
+
+        def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
+            given, dims = (
+                dict(zip(arguments, args, strict=True)),
+                dict(zip(names, in_dims, strict=True)),
+            )
+            values = formula(*fronts(args, in_dims), v=1)
+            mask = given.get("output_mask", (True,) * len(results))
+            finished = (
+                result.typed(value, given) if wanted else None
+                for result, value, wanted in zip(results, values, mask, strict=True)
+            )
+            varies = (any_of(*(dims[name] for name in of_one.split())) for of_one in of)
+            return outputs(*zip(finished, varies, strict=True))
+
+        rule.__doc__, rule.__module__ = formula.__doc__, formula.__module__
+        batching_rule(found, source=batching, shapes=_with_v(shapes, names), why=batching_why)(rule)
+        return formula
+
+    return decorate
+
+
+def _with_v(shapes: str, names: Mapping[str, str]) -> str:
+    """A formula's shapes by the operator's names, v before each."""
+    read = parse(shapes)
+    left, right = (
+        ", ".join(
+            f"{names.get(name, name)}: {' '.join(('v', *axes))}" for name, axes in side.items()
+        )
+        for side in (read.arguments, read.results)
+    )
+    return f"{left} -> {right}"
+
+
 def any_of(*dims: Any) -> bool:
     """Whether one of these batch dimensions is there; lists of them are looked into."""
     return any(any_of(*d) if isinstance(d, list | tuple) else d is not None for d in dims)
@@ -81,11 +150,11 @@ def front(value: Tensor, dim: int | None) -> Tensor:
     return value if dim == 0 else value.movedim(dim, 0)
 
 
-def fronts(values: Sequence[Tensor | None], dims: Sequence[int | None]) -> list[Any]:
-    """Each of the tensors as v ..., in the one working precision of all; None stays None."""
+def fronts(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Each of the tensors as v ..., in the one working precision of all; the rest stays."""
     dtype = working_dtype(values) or torch.get_default_dtype()
     return [
-        None if value is None else front(value, dim).to(dtype)
+        front(value, dim).to(dtype) if isinstance(value, torch.Tensor) else value
         for value, dim in zip(values, dims, strict=True)
     ]
 
@@ -103,10 +172,10 @@ def typed_as(value: Tensor | None, x: Tensor | None) -> Tensor | None:
     return None if value is None or x is None else value.to(x.dtype)
 
 
-def trailing(value: Tensor | None, rank: int) -> Any:
+def trailing(value: Tensor | None, rank: int, v: int = 1) -> Any:
     """value: v *d -> v 1 1 ... *d, against an x: v *n *d of this rank; None stays None."""
-    if value is None:
-        return None
+    if value is None or not v:
+        return value
     batch, *sizes = value.shape
     return value.view(batch, *(1,) * (rank - value.dim()), *sizes)
 
@@ -119,12 +188,11 @@ def example_sizes(x: Tensor, dim: int | None) -> list[int]:
     return sizes
 
 
-def check_rank(x: Tensor, dim: int | None, normalized_shape: Sequence[int]) -> None:
+def check_rank(sizes: Sequence[int], normalized_shape: Sequence[int]) -> None:
     """The norm may not reach into the batch axis, which the operator itself cannot know."""
-    sizes = example_sizes(x, dim)
     if len(sizes) < len(normalized_shape):
         expected = ", ".join(str(size) for size in normalized_shape)
         raise RuntimeError(
             f"Given normalized_shape=[{expected}], expected input with shape [*, {expected}], but "
-            f"got input of size{sizes}"
+            f"got input of size{list(sizes)}"
         )

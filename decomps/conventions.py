@@ -153,6 +153,11 @@ class Result:
             return [self._finish(v, d, given) for v, d in zip(value, dtypes, strict=True)]
         return self._finish(value, dtype, given)
 
+    def typed(self, value: Any, given: Arguments) -> torch.Tensor | None:
+        """The result with its dtype, and strides as they come: of a batching rule."""
+        dtype = self.dtype(given)
+        return None if value is None or dtype is None else value.to(dtype)
+
     def _finish(self, value: Any, dtype: Any, given: Arguments) -> torch.Tensor | None:
         if dtype is None or value is ZERO:
             return None

@@ -215,42 +215,15 @@ def _new_running(
 # --- backward -----------------------------------------------------------------------------------
 
 
-def _chosen(running: Sequence[Any], saved: Sequence[Any], train: bool) -> tuple[Any, Any]:
-    """The saved mean and rstd of this batch, or the running mean and variance."""
-    pair = saved if train else running
-    if pair[0] is None or pair[1] is None:
+def _statistics(
+    running: Sequence[Any], saved: Sequence[Any], train: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """mean and rstd: those of this batch, or from the running mean and variance."""
+    mean, spread = saved if train else running
+    if mean is None or spread is None:
         expected = "save_mean and save_invstd" if train else "running_mean and running_var"
         raise ValueError(f"batch norm's derivative with train={train} needs {expected}; found None")
-    return pair[0], pair[1]
-
-
-def _gradients(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    spread: Tensor,
-    train: bool,
-    eps: float,
-    wanted: Sequence[bool],
-    v: int = 0,
-) -> tuple[Any, Any, Any]:
-    """dx, dweight and dbias; None where they are not wanted. spread: rstd, or the variance."""
-    rank, reduced = x.dim(), _reduced(x, v)
-    rstd = spread if train else torch.rsqrt(spread + eps)
-    x_hat = (x - per_channel(mean, rank)) * per_channel(rstd, rank)
-    centred = train and wanted[0]
-    dx: Any = None
-    dweight: Any = (g * x_hat).sum(reduced) if centred or wanted[1] else None
-    dbias: Any = g.sum(reduced) if centred or wanted[2] else None
-    if wanted[0]:
-        scale = per_channel(rstd if weight is None else rstd * weight, rank)
-        if train:
-            m = size_of(x, reduced)
-            a, b = per_channel(dbias / m, rank), per_channel(dweight / m, rank)
-            g = g - a - x_hat * b
-        dx = g * scale
-    return dx, dweight if wanted[1] else None, dbias if wanted[2] else None
+    return mean, spread if train else torch.rsqrt(spread + eps)
 
 
 def batch_norm_backward(
@@ -264,6 +237,8 @@ def batch_norm_backward(
     train: bool,
     eps: float,
     output_mask: Sequence[bool],
+    *,
+    v: int = 0,
 ) -> _Three:
     """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  m = the size of (n, s)
 
@@ -274,8 +249,21 @@ def batch_norm_backward(
 
     In eval mode mean = running_mean and rstd = (running_var + eps)^(-1/2).
     """
-    pair = _chosen((running_mean, running_var), (save_mean, save_rstd), train)
-    return _gradients(g, x, weight, *pair, train, eps, output_mask)
+    mean, rstd = _statistics((running_mean, running_var), (save_mean, save_rstd), train, eps)
+    rank, reduced = x.dim(), _reduced(x, v)
+    x_hat = (x - per_channel(mean, rank)) * per_channel(rstd, rank)
+    centred = train and output_mask[0]
+    dx: Any = None
+    dweight: Any = (g * x_hat).sum(reduced) if centred or output_mask[1] else None
+    dbias: Any = g.sum(reduced) if centred or output_mask[2] else None
+    if output_mask[0]:
+        scale = per_channel(rstd if weight is None else rstd * weight, rank)
+        if train:
+            m = size_of(x, reduced)
+            a, b = per_channel(dbias / m, rank), per_channel(dweight / m, rank)
+            g = g - a - x_hat * b
+        dx = g * scale
+    return dx, dweight, dbias
 
 
 def batch_norm_backward_batch_rule(
@@ -292,16 +280,17 @@ def batch_norm_backward_batch_rule(
     output_mask: Sequence[bool],
 ) -> _Varying:
     """See `batch_norm_backward`, whose sums are per example, that is per v and c."""
+    stats = (running_mean, running_var, save_mean, save_invstd)
+    g, x, w, mean, var, kept, rstd = fronts((grad_out, input, weight, *stats), in_dims[:7])
+    found = batch_norm_backward(g, x, w, mean, var, kept, rstd, train, eps, output_mask, v=1)
+    dx, dweight, dbias = (u if there else None for u, there in zip(found, output_mask, strict=True))
     g_dim, x_dim, w_dim, *rest = in_dims[:7]
-    pair = _chosen((running_mean, running_var), (save_mean, save_invstd), train)
-    dims = g_dim, x_dim, w_dim, *(rest[2:] if train else rest[:2])
-    g, x, w, mean, spread = fronts((grad_out, input, weight, *pair), dims)
-    dx, dweight, dbias = _gradients(g, x, w, mean, spread, train, eps, output_mask, v=1)
-    parameters = (weight, running_mean, save_mean, input)
-    parameter = next(value for value in parameters if value is not None)
+    mean_dim, rstd_dim = rest[2:] if train else rest[:2]
+    x_dims = (x_dim, mean_dim) if train else ()
+    parameter = next(p for p in (weight, running_mean, save_mean, input) if p is not None)
     return (
-        (typed_as(dx, input), any_of(*dims) if train else any_of(g_dim, w_dim, dims[4])),
-        (typed_as(dweight, parameter), any_of(*dims[:2], *dims[3:])),
+        (typed_as(dx, input), any_of(g_dim, w_dim, rstd_dim, *x_dims)),
+        (typed_as(dweight, parameter), any_of(g_dim, x_dim, mean_dim, rstd_dim)),
         (typed_as(dbias, parameter), any_of(g_dim)),
     )
 
@@ -313,10 +302,8 @@ def _standardized(
     x: Tensor, running: Sequence[Any], saved: Sequence[Any], train: bool, eps: float
 ) -> Standardized:
     """With the saved statistics of this batch, or the running ones, which are constants."""
-    mean, spread = _chosen(running, saved, train)
-    rstd = per_channel(spread if train else torch.rsqrt(spread + eps), x.dim())
-    x_hat = (x - per_channel(mean, x.dim())) * rstd
-    return Standardized(x_hat, rstd, _reduced(x) if train else None)
+    mean, rstd = (per_channel(u, x.dim()) for u in _statistics(running, saved, train, eps))
+    return Standardized((x - mean) * rstd, rstd, _reduced(x) if train else None)
 
 
 @manual(

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 RULES = "aten/src/ATen/functorch/BatchRulesNorm.cpp"
 NATIVE = "aten/src/ATen/native/Normalization.cpp"
 
-FORWARD = (
-    *("input", "weight", "bias", "running_mean", "running_var"),
-    *("training", "momentum", "eps"),
-)
-BACKWARD = (
-    *("grad_out", "input", "weight", "running_mean", "running_var", "save_mean", "save_invstd"),
-    *("train", "eps", "output_mask"),
-)
+
+def _names(op: OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+# The common names of the arguments, in their common order.
+FORWARD = _names(torch.ops.aten.native_batch_norm.default)
+BACKWARD = _names(torch.ops.aten.native_batch_norm_backward.default)
 
 # What other operators call the same argument. The save_var of a backward is no variance.
 _SAME = {
@@ -62,8 +62,7 @@ _AXES = {"grad_out": "n c *s", "input": "n c *s", "reserve": "r"}
 
 def _own_names(op: OpOverload) -> dict[str, str]:
     """What this operator calls each of the common arguments, in its own order."""
-    names = [argument.name for argument in op._schema.arguments]
-    return {_SAME.get(name, name): name for name in names}
+    return {_SAME.get(name, name): name for name in _names(op)}
 
 
 def _in_order(
@@ -90,7 +89,7 @@ _RESERVE = "the reserve, which is cuDNN's own, stays empty"
 
 
 def _forward(
-    name: str, source: str, *, why: str = "", autograd: bool = False, **fixed: Any
+    name: str, source: str, why: str = "", *, composition: bool = False, **fixed: Any
 ) -> None:
     """Enters an operator as a batching rule and, if asked, as what it is for autograd.
 
@@ -100,27 +99,29 @@ def _forward(
     if op is None:
         return
     own, returns = _own_names(op), len(op._schema.returns)
-    # A fourth result is cuDNN's buffer; new running statistics are results or updated in place;
-    # cuDNN and MIOpen save nothing in evaluation mode.
+    # A fourth result is cuDNN's buffer; running statistics that are no results are updated in
+    # place; cuDNN and MIOpen save nothing in evaluation mode.
     reserve, functional = returns in (4, 6), returns > 4
     vendors = name.startswith(("cudnn", "miopen"))
     constants = range(1, returns)
 
     @wraps(batch_norm)
-    def composition(*args: Any) -> tuple[Tensor, ...]:
+    def autograd(*args: Any) -> tuple[Tensor, ...]:
         y, *saved = batch_norm(*_in_order(op, args, FORWARD, fixed), vendors=vendors)
         return y, *saved, *([y.new_empty(0, dtype=torch.uint8)] if reserve else [])
 
-    if autograd:
+    if composition:
         register_rule(
             "autograd",
             op,
             source=f"{NATIVE}: batch_norm_cpu",
             shapes=f"{_tensors(op, own)} -> y: n c *s, save_mean: c, save_invstd: c"
             + ", reserve: 0" * reserve,
-            why=_RESERVE if reserve else "",
+            why=_RESERVE * reserve,
             constants=constants,
-        )(composition)
+        )(autograd)
+
+    unasked = f"{_RESERVE}: no backward of ours asks for it" * reserve
 
     @batching_rule(
         op,
@@ -128,69 +129,42 @@ def _forward(
         shapes=f"{_tensors(op, own, 'v ')} -> y: v n c *s, mean: v c, rstd: v c"
         + ", reserve: 0" * reserve
         + ", new_mean: v c, new_var: v c" * functional,
-        why="; ".join(
-            filter(None, (why, f"{_RESERVE}: no backward of ours asks for it" * reserve))
-        ),
+        why="; ".join(filter(None, (why, unasked))),
         constants=constants,
     )
     @wraps(batch_norm_batch_rule)
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
+        dims = _in_order(op, in_dims, FORWARD, dict.fromkeys(fixed))
+        values = _in_order(op, args, FORWARD, fixed)
         y, mean, rstd, *running = batch_norm_batch_rule(
-            _in_order(op, in_dims, FORWARD, dict.fromkeys(fixed)),
-            *_in_order(op, args, FORWARD, fixed),
-            vendors=vendors,
-            functional=functional,
+            dims, *values, vendors=vendors, functional=functional
         )
         empty = [(y[0].new_empty((1, 0), dtype=torch.uint8), False)] if reserve else []
         return outputs(y, mean, rstd, *empty, *running)
 
 
+_FOLDED = f"{RULES}: batch_norm_batch_rule"
+_LEGIT = f"{RULES}: _native_batch_norm_legit"
+_UPDATE = f"{NATIVE}: _batch_norm_with_update_cpu"
+_IN_PLACE = "running statistics are written through views, so that the update is not lost in a copy"
 _NONE = "torch has no rule for this operator"
+_TRAIN: dict[str, Any] = {"training": True}
+_EVAL: dict[str, Any] = {"training": False}
+_NO_STATS: dict[str, Any] = {"running_mean": None, "running_var": None}
 
+_forward("native_batch_norm.default", _FOLDED, _IN_PLACE, composition=True)
+_forward("cudnn_batch_norm.default", _FOLDED, composition=True)
+_forward("miopen_batch_norm.default", _FOLDED, composition=True)
+_legit = "_native_batch_norm_legit"
+_forward(f"{_legit}.default", f"{_LEGIT}_batch", composition=True)
+_forward(f"{_legit}.no_stats", f"{_LEGIT}_no_stats_batch", composition=True, **_NO_STATS)
+_forward(f"{_legit}_functional.default", f"{NATIVE}: batch_norm_cpu", _NONE)
 _forward(
-    "native_batch_norm.default",
-    f"{RULES}: batch_norm_batch_rule",
-    why="running statistics are written through views, so that the update is not lost in a copy",
-    autograd=True,
+    f"{_legit}_no_training.default", f"{NATIVE}: _batch_norm_legit_no_training", _NONE, **_EVAL
 )
-_forward("cudnn_batch_norm.default", f"{RULES}: batch_norm_batch_rule", autograd=True)
-_forward("miopen_batch_norm.default", f"{RULES}: batch_norm_batch_rule", autograd=True)
-_forward(
-    "_native_batch_norm_legit.default", f"{RULES}: _native_batch_norm_legit_batch", autograd=True
-)
-_forward(
-    "_native_batch_norm_legit.no_stats",
-    f"{RULES}: _native_batch_norm_legit_no_stats_batch",
-    autograd=True,
-    running_mean=None,
-    running_var=None,
-)
-_forward(
-    "_native_batch_norm_legit_no_training.default",
-    f"{NATIVE}: _batch_norm_legit_no_training",
-    why=_NONE,
-    training=False,
-)
-_forward("_native_batch_norm_legit_functional.default", f"{NATIVE}: batch_norm_cpu", why=_NONE)
-_forward(
-    "_batch_norm_with_update.default",
-    f"{NATIVE}: _batch_norm_with_update_cpu",
-    why=_NONE,
-    autograd=True,
-    training=True,
-)
-_forward(
-    "_batch_norm_no_update.default",
-    f"{NATIVE}: _batch_norm_no_update",
-    why=_NONE,
-    training=False,
-)
-_forward(
-    "_batch_norm_with_update_functional.default",
-    f"{NATIVE}: _batch_norm_with_update_cpu",
-    why=_NONE,
-    training=True,
-)
+_forward("_batch_norm_with_update.default", _UPDATE, _NONE, composition=True, **_TRAIN)
+_forward("_batch_norm_with_update_functional.default", _UPDATE, _NONE, **_TRAIN)
+_forward("_batch_norm_no_update.default", f"{NATIVE}: _batch_norm_no_update", _NONE, **_EVAL)
 
 
 # --- backward -----------------------------------------------------------------------------------

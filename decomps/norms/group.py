@@ -12,25 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.axes import pad_to_rank, per_channel
-from normpass.decomps.batching import (
-    any_of,
-    batching_rule,
-    example_sizes,
-    fronts,
-    outputs,
-    typed_as,
-)
+from normpass.decomps.batching import batched_decomposition
 from normpass.decomps.conventions import Result, absent, as_input_on_cpu, like, statistic
 from normpass.decomps.manual import Gradient, Mask3, Size, Tangent, Weight, manual
 from normpass.decomps.norms.standardized import ALL, Standardized, affine, spread
-from normpass.decomps.registry import decomposition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from normpass.decomps.batching import Outputs
 
 aten = torch.ops.aten
 
@@ -57,25 +47,16 @@ def _standardized(x: Tensor, mean: Tensor, rstd: Tensor, groups: int, v: int = 0
 # --- forward ------------------------------------------------------------------------------------
 
 
-def _normalized(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, group: int, eps: float, v: int = 0
-) -> _Three:
-    channels = group, x.shape[v + 1] // group
-    x = _split(x, v + 1, group)
-    var, mean = torch.var_mean(x, list(range(v + 2, x.dim())), correction=0)
-    rstd = torch.rsqrt(var + eps)
-    x_hat = (x - pad_to_rank(mean, x.dim())) * pad_to_rank(rstd, x.dim())
-    w, b = (None if p is None else per_channel(p, x.dim(), *channels) for p in (weight, bias))
-    return affine(x_hat, w, b).flatten(v + 1, v + 2), mean, rstd
-
-
-@decomposition(
+@batched_decomposition(
     aten.native_group_norm.default,
     source="aten/src/ATen/native/group_norm.cpp: native_group_norm",
     shapes="x: n c *s, weight: c, bias: c -> y: n c *s, mean: n k, rstd: n k",
     results=(Result(like("input"), as_input_on_cpu), Result(statistic), Result(statistic)),
     why="torch's own folds the mean into the bias on the CPU, through as_strided: not centred",
     autograd=True,
+    of=("x weight bias", "x", "x"),
+    batching=f"{RULES}: native_group_norm_plumbing",
+    batching_why="v and n are not folded: where v does not lie before n that would copy the input",
 )
 def group_norm(
     x: Tensor,
@@ -86,52 +67,32 @@ def group_norm(
     HxW: int,
     group: int,
     eps: float,
+    *,
+    v: int = 0,
 ) -> _Three:
     """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  x: n k q *s
 
     mean = mean_qs(x),  rstd = (mean_qs((x - mean)^2) + eps)^(-1/2)
     """
-    return _normalized(x, weight, bias, group, eps)
+    if v:
+        _check_groups(x.shape[v:], C, group)
+    channels = group, x.shape[v + 1] // group
+    x = _split(x, v + 1, group)
+    var, mean = torch.var_mean(x, list(range(v + 2, x.dim())), correction=0)
+    rstd = torch.rsqrt(var + eps)
+    x_hat = (x - pad_to_rank(mean, x.dim())) * pad_to_rank(rstd, x.dim())
+    w, b = (None if p is None else per_channel(p, x.dim(), *channels) for p in (weight, bias))
+    return affine(x_hat, w, b).flatten(v + 1, v + 2), mean, rstd
 
 
-@batching_rule(
-    aten.native_group_norm.default,
-    source=f"{RULES}: native_group_norm_plumbing",
-    shapes="input: v n c *s, weight: v c, bias: v c -> y: v n c *s, mean: v n k, rstd: v n k",
-    why="v and n are not folded: where v does not lie before n that would copy the input",
-)
-def group_norm_batch_rule(
-    info: Any,
-    in_dims: Sequence[Any],
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
-    eps: float,
-) -> Outputs:
-    """See `group_norm`, which is per example; x: v n k q *s."""
-    x_dim, w_dim, b_dim = dims = in_dims[:3]
-    _check_groups(input, x_dim, C, group)
-    x, w, b = fronts((input, weight, bias), dims)
-    y, mean, rstd = _normalized(x, w, b, group, eps, v=1)
-    dtype = statistic({"input": input, "weight": weight, "bias": bias})
-    return outputs(
-        (y.to(input.dtype), any_of(x_dim, w_dim, b_dim)),
-        (mean.to(dtype), any_of(x_dim)),
-        (rstd.to(dtype), any_of(x_dim)),
-    )
-
-
-def _check_groups(x: Tensor, dim: int | None, channels: int, groups: int) -> None:
+def _check_groups(sizes: Sequence[int], channels: int, groups: int) -> None:
+    """The operator's own errors, which it would raise of an example."""
     if groups <= 0:
         raise RuntimeError(f"Expected num groups to be greater than 0, got {groups}")
     if channels % groups != 0:
         raise RuntimeError(
             "Expected number of channels in input to be divisible by num_groups, but got input of "
-            f"shape {example_sizes(x, dim)} and num_groups={groups}"
+            f"shape {list(sizes)} and num_groups={groups}"
         )
 
 
@@ -169,7 +130,7 @@ def _gradients(
     return dx, dweight, dbias
 
 
-@decomposition(
+@batched_decomposition(
     aten.native_group_norm_backward.default,
     source="aten/src/ATen/native/group_norm.cpp: native_group_norm_backward",
     shapes="g: n c *s, x: n c *s, mean: n k, rstd: n k, weight: c "
@@ -181,6 +142,9 @@ def _gradients(
     ),
     why="sums of g and g * x_hat per channel serve dx and the parameters alike; dweight is "
     "centred, where (sum(g * x) - mean * sum(g)) * rstd loses digits to an offset of x",
+    of=("g x mean rstd weight", "g x mean rstd", "g"),
+    batching=f"{RULES}: native_group_norm_backward_plumbing",
+    batching_why="sums of g and g * x_hat per channel serve dx and the parameters alike",
 )
 def group_norm_backward(
     g: Tensor,
@@ -193,6 +157,8 @@ def group_norm_backward(
     HxW: int,
     group: int,
     output_mask: Sequence[bool],
+    *,
+    v: int = 0,
 ) -> _Three:
     """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  x: n k q *s
 
@@ -201,44 +167,11 @@ def group_norm_backward(
     dx      = rstd * (g * weight - a - x_hat * b)
     dweight = sum_n(gx),  dbias = sum_n(gs)
     """
-    norm = _standardized(x, mean, rstd, group)
-    dx, dweight, dbias = _gradients(norm, g, weight, C, HxW, group)
-    return dx.flatten(1, 2), dweight, dbias
-
-
-@batching_rule(
-    aten.native_group_norm_backward.default,
-    source=f"{RULES}: native_group_norm_backward_plumbing",
-    shapes="grad_out: v n c *s, input: v n c *s, mean: v n k, rstd: v n k, weight: v c "
-    "-> dx: v n c *s, dweight: v c, dbias: v c",
-    why="sums of g and g * x_hat per channel serve dx and the parameters alike",
-)
-def group_norm_backward_batch_rule(
-    info: Any,
-    in_dims: Sequence[Any],
-    grad_out: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
-    output_mask: Sequence[bool],
-) -> Outputs:
-    """See `group_norm_backward`; the sums over n are per example."""
-    dims = in_dims[:5]
-    g, x, m, r, w = fronts((grad_out, input, mean, rstd, weight), dims)
-    norm = _standardized(x, m, r, group, v=1)
-    dx, dweight, dbias = _gradients(norm, g, w, C, HxW, group, output_mask, v=1)
-    dx = None if dx is None else dx.flatten(2, 3)
-    parameter = mean if weight is None else weight
-    return outputs(
-        (typed_as(dx, input), any_of(*dims)),
-        (typed_as(dweight, parameter), any_of(*dims[:4])),
-        (typed_as(dbias, parameter), any_of(dims[0])),
-    )
+    norm = _standardized(x, mean, rstd, group, v)
+    dx, dweight, dbias = _gradients(norm, g, weight, C, HxW, group, output_mask, v)
+    if dx is not None:
+        dx = dx.flatten(v + 1, v + 2)
+    return dx, dweight, dbias
 
 
 # --- derivatives --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from normpass.decomps.axes import outer_and_inner, pad_to_rank, sum_over
 from normpass.decomps.batching import (
     any_of,
+    batched_decomposition,
     batching_rule,
     check_rank,
     example_sizes,
@@ -19,7 +20,6 @@ from normpass.decomps.batching import (
     fronts,
     outputs,
     trailing,
-    typed_as,
 )
 from normpass.decomps.conventions import Result, like, statistic_by_device
 from normpass.decomps.manual import Gradient, Mask3, Tangent, Weight, manual
@@ -99,7 +99,7 @@ def layer_norm_batch_rule(
 ) -> Outputs:
     """See `layer_norm`, which is per example and *n."""
     x_dim, _, w_dim, b_dim, _ = in_dims
-    check_rank(input, x_dim, normalized_shape)
+    check_rank(example_sizes(input, x_dim), normalized_shape)
     if not any_of(w_dim, b_dim):
         x = front(input, x_dim)
         y, mean, rstd = aten.native_layer_norm(x, normalized_shape, weight, bias, eps)
@@ -135,13 +135,15 @@ def _check_parameter(
 # --- backward -----------------------------------------------------------------------------------
 
 
-@decomposition(
+@batched_decomposition(
     aten.native_layer_norm_backward.default,
     source="aten/src/ATen/native/cpu/layer_norm_kernel.cpp: LayerNormBackwardKernelImplInternal; "
     "aten/src/ATen/native/cuda/layer_norm_kernel.cu: layer_norm_backward_cuda",
     shapes="g: *n *d, x: *n *d, mean: *n 1, rstd: *n 1, weight: *d, bias: *d "
     "-> dx: *n *d, dweight: *d, dbias: *d",
     results=(Result(like("input")), Result(like("weight")), Result(like("bias"))),
+    of=("g x mean rstd weight", "g x mean rstd", "g"),
+    batching=f"{RULES}: native_layer_norm_backward_plumbing",
 )
 def layer_norm_backward(
     g: Tensor,
@@ -152,6 +154,8 @@ def layer_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     output_mask: Sequence[bool],
+    *,
+    v: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  gw = g * weight
 
@@ -160,39 +164,8 @@ def layer_norm_backward(
     dbias   = sum_n(g)
     """
     outer, _ = outer_and_inner(x, normalized_shape)
-    return _standardized(x, mean, rstd, normalized_shape).gradients(g, weight, outer, output_mask)
-
-
-@batching_rule(
-    aten.native_layer_norm_backward.default,
-    source=f"{RULES}: native_layer_norm_backward_plumbing",
-    shapes="grad_out: v *n *d, input: v *n *d, mean: v *n 1, rstd: v *n 1, weight: v *d, "
-    "bias: v *d -> dx: v *n *d, dweight: v *d, dbias: v *d",
-)
-def layer_norm_backward_batch_rule(
-    info: Any,
-    in_dims: Sequence[Any],
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-) -> Outputs:
-    """See `layer_norm_backward`; the sums over *n are per example."""
-    g_dim, x_dim, _, mean_dim, rstd_dim, w_dim, _, _ = in_dims
-    dims = (g_dim, x_dim, mean_dim, rstd_dim, w_dim)
-    g, x, m, r, w = fronts((grad_out, input, mean, rstd, weight), dims)
-    _, *outer = outer_and_inner(x, normalized_shape)[0]
-    norm = _standardized(x, m, r, normalized_shape)
-    dx, dweight, dbias = norm.gradients(g, trailing(w, x.dim()), outer, output_mask)
-    return outputs(
-        (typed_as(dx, input), any_of(*dims)),
-        (typed_as(dweight, weight), any_of(*dims[:4])),
-        (typed_as(dbias, bias), any_of(g_dim)),
-    )
+    norm = _standardized(x, mean, rstd, normalized_shape)
+    return norm.gradients(g, trailing(weight, x.dim(), v), outer[v:], output_mask)
 
 
 # --- derivatives --------------------------------------------------------------------------------

@@ -7,32 +7,21 @@ rules of them, the batch axis v is one more of the axes *n.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from normpass.decomps.axes import outer_and_inner, size_of
-from normpass.decomps.batching import (
-    any_of,
-    batching_rule,
-    check_rank,
-    fronts,
-    outputs,
-    trailing,
-    typed_as,
-)
-from normpass.decomps.conventions import Result, as_input_on_cpu, like, raised, working
+from normpass.decomps.batching import batched_decomposition, check_rank, trailing
+from normpass.decomps.conventions import Result, as_input_on_cpu, like, raised
 from normpass.decomps.manual import Gradient, Mask2, Tangent, Weight, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.norms.standardized import Standardized, affine
-from normpass.decomps.registry import decomposition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from normpass.decomps.batching import Outputs
 
 
 def _standardized(x: Tensor, rstd: Tensor, normalized_shape: Sequence[int]) -> Standardized:
@@ -43,62 +32,49 @@ def _standardized(x: Tensor, rstd: Tensor, normalized_shape: Sequence[int]) -> S
 # --- forward ------------------------------------------------------------------------------------
 
 
-@decomposition(
+@batched_decomposition(
     "aten._fused_rms_norm.default",
     source="aten/src/ATen/native/layer_norm.cpp: rms_norm_composite; "
     "aten/src/ATen/native/cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda",
     shapes="x: *n *d, weight: *d -> y: *n *d, rstd: *n 1",
     results=(Result(like("input"), as_input_on_cpu), Result(raised("input"))),
     autograd=True,
+    of=("x weight", "x"),
+    batching="aten/src/ATen/native/layer_norm.cpp: rms_norm_composite",
+    batching_why="torch takes the operator apart before vmap, and copies an input that is not "
+    "contiguous",
 )
 def rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    *,
+    v: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """y = x * rstd * weight,  rstd = (mean_d(x^2) + eps)^(-1/2)
 
     eps, when None, is the machine epsilon of the working precision.
     """
+    check_rank(x.shape[v:], normalized_shape)
     _, inner = outer_and_inner(x, normalized_shape)
     if eps is None:
         eps = torch.finfo(x.dtype).eps
     rstd = torch.rsqrt((x * x).mean(inner, keepdim=True) + eps)
-    return affine(x * rstd, weight, None), rstd
-
-
-@batching_rule(
-    "aten._fused_rms_norm.default",
-    source="aten/src/ATen/native/layer_norm.cpp: rms_norm_composite",
-    shapes="input: v *n *d, weight: v *d -> y: v *n *d, rstd: v *n 1",
-    why="torch takes the operator apart before vmap, and copies an input that is not contiguous",
-)
-def rms_norm_batch_rule(
-    info: Any,
-    in_dims: Sequence[Any],
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-) -> Outputs:
-    """See `rms_norm`, which is per example and *n."""
-    x_dim, _, w_dim, _ = in_dims
-    check_rank(input, x_dim, normalized_shape)
-    x, w = fronts((input, weight), (x_dim, w_dim))
-    y, rstd = rms_norm(x, normalized_shape, trailing(w, x.dim()), eps)
-    return outputs(
-        (y.to(input.dtype), any_of(x_dim, w_dim)),
-        (rstd.to(working(input.dtype)), any_of(x_dim)),
-    )
+    return affine(x * rstd, trailing(weight, x.dim(), v), None), rstd
 
 
 # --- backward -----------------------------------------------------------------------------------
 
 
-@decomposition(
+@batched_decomposition(
     "aten._fused_rms_norm_backward.default",
     source="aten/src/ATen/native/cuda/layer_norm_kernel.cu: _fused_rms_norm_backward_cuda",
     shapes="g: *n *d, x: *n *d, rstd: *n 1, weight: *d -> dx: *n *d, dweight: *d",
     results=(Result(like("input")), Result(like("weight"))),
     why="torch's own decomposition returns dweight in the input's dtype, CUDA in the weight's",
+    of=("g x rstd weight", "g x rstd"),
+    batching="aten/src/ATen/native/cuda/layer_norm_kernel.cu: _fused_rms_norm_backward_cuda",
 )
 def rms_norm_backward(
     g: Tensor,
@@ -107,6 +83,8 @@ def rms_norm_backward(
     rstd: Tensor,
     weight: Tensor | None,
     output_mask: Sequence[bool],
+    *,
+    v: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """y = x_hat * weight,  x_hat = x * rstd,  gw = g * weight
 
@@ -114,36 +92,8 @@ def rms_norm_backward(
     dweight = sum_n(g * x_hat)
     """
     outer, _ = outer_and_inner(x, normalized_shape)
-    norm = _standardized(x, rstd, normalized_shape)
-    return norm.gradients(g, weight, outer, (*output_mask, False))[:2]
-
-
-@batching_rule(
-    "aten._fused_rms_norm_backward.default",
-    source="aten/src/ATen/native/cuda/layer_norm_kernel.cu: _fused_rms_norm_backward_cuda",
-    shapes="grad_out: v *n *d, input: v *n *d, rstd: v *n 1, weight: v *d "
-    "-> dx: v *n *d, dweight: v *d",
-)
-def rms_norm_backward_batch_rule(
-    info: Any,
-    in_dims: Sequence[Any],
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    output_mask: Sequence[bool],
-) -> Outputs:
-    """See `rms_norm_backward`; the sum over *n is per example."""
-    g_dim, x_dim, _, rstd_dim, w_dim, _ = in_dims
-    dims = (g_dim, x_dim, rstd_dim, w_dim)
-    g, x, r, w = fronts((grad_out, input, rstd, weight), dims)
-    _, *outer = outer_and_inner(x, normalized_shape)[0]
-    norm = _standardized(x, r, normalized_shape)
-    dx, dweight, _ = norm.gradients(g, trailing(w, x.dim()), outer, (*output_mask, False))
-    return outputs(
-        (typed_as(dx, input), any_of(*dims)), (typed_as(dweight, weight), any_of(*dims[:3]))
-    )
+    norm, wanted = _standardized(x, rstd, normalized_shape), (*output_mask, False)
+    return norm.gradients(g, trailing(weight, x.dim(), v), outer[v:], wanted)[:2]
 
 
 # --- derivatives --------------------------------------------------------------------------------
