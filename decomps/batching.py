@@ -106,17 +106,16 @@ def batched_decomposition(
         names = dict(zip(inspect.signature(formula).parameters, arguments, strict=False))
 
         def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
-            given, dims = (
-                dict(zip(arguments, args, strict=True)),
-                dict(zip(names, in_dims, strict=True)),
-            )
+            given = dict(zip(arguments, args, strict=True))
+            dims = dict(zip(names, in_dims, strict=True))
             values = formula(*fronts(args, in_dims), v=1)
+            values = values if isinstance(values, tuple) else (values,)
             mask = given.get("output_mask", (True,) * len(results))
             finished = (
                 result.typed(value, given) if wanted else None
                 for result, value, wanted in zip(results, values, mask, strict=True)
             )
-            varies = (any_of(*(dims[name] for name in of_one.split())) for of_one in of)
+            varies = (any_of(*map(dims.get, parameters.split())) for parameters in of)
             return outputs(*zip(finished, varies, strict=True))
 
         rule.__doc__, rule.__module__ = formula.__doc__, formula.__module__

@@ -22,7 +22,7 @@ from normpass.decomps.norms.standardized import (
     Standardized,
     affine,
     may_be_differentiated,
-    statistics,
+    recomputed,
 )
 from normpass.decomps.registry import derivative
 
@@ -396,7 +396,7 @@ def batch_norm_backward_derivative(
     differentiated = may_be_differentiated(input, *grads, grad_out, weight)
     if train and save_invstd is not None and differentiated:
         rstd = per_channel(save_invstd, input.dim(), -1)
-        pair = statistics(input, rstd, _reduced(input))
+        pair = recomputed(input, rstd, _reduced(input))
         save_mean, save_invstd = (value.flatten() for value in pair)
     formula = derivative("batchnorm_double_backward")
     wanted, running = [name in needs for name in NEEDS], (running_mean, running_var)

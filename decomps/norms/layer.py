@@ -28,7 +28,7 @@ from normpass.decomps.norms.standardized import (
     Standardized,
     affine,
     may_be_differentiated,
-    statistics,
+    recomputed,
 )
 from normpass.decomps.registry import decomposition, derivative, register_rule
 
@@ -260,7 +260,7 @@ def layer_norm_backward_derivative(
 ) -> dict[str, Tensor | None]:
     """The gradients of the arguments, by name: see `layer_norm_double_backward`."""
     if may_be_differentiated(input, *grads, grad_out, weight):
-        mean, rstd = statistics(input, rstd, outer_and_inner(input, normalized_shape)[1])
+        mean, rstd = recomputed(input, rstd, outer_and_inner(input, normalized_shape)[1])
     formula = derivative("layer_norm_double_backward")
     wanted = [name in needs for name in _NEEDS]
     found = formula(input, weight, *grads, grad_out, mean, rstd, normalized_shape, wanted)

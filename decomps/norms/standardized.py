@@ -120,7 +120,7 @@ def may_be_differentiated(input: Tensor, *others: Tensor | None) -> bool:
     return not is_concrete(input) or is_differentiated((input, *others))
 
 
-def statistics(x: Tensor, rstd: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def recomputed(x: Tensor, rstd: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """mean = mean_d(x) and rstd = (mean_d((x - mean)^2) + eps)^(-1/2), with x's derivatives.
 
     torch differentiates the norms' backward operators as if what was saved were constants: from the

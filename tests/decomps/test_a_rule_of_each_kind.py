@@ -20,7 +20,7 @@ from torch.autograd.gradcheck import GradcheckError
 import normpass
 from normpass.decomps import registry
 from normpass.decomps.activation import registered
-from normpass.decomps.batching import any_of, front, outputs, trailing
+from normpass.decomps.batching import any_of, batched_decomposition, front, outputs, trailing
 from normpass.decomps.conventions import Result, like
 from normpass.decomps.coverage.page import by_family, page
 from normpass.decomps.registry import decomposition, formula, register_rule, slopes
@@ -166,6 +166,40 @@ def test_a_wrong_batching_rule_fails(scaled: OpOverload) -> None:
     (rule,) = added("batching")
     assert fails(generated_values.check_batched, next(samples(rule)), (0, 0))
     assert fails(generated_values.check_vmap_compiled, next(samples(rule)))
+
+
+def enter_both(op: OpOverload, one: float) -> None:
+    @batched_decomposition(
+        op,
+        source="made_up.py: scaled",
+        shapes="x: *n d, w: d -> y: *n d",
+        results=(Result(like("x")),),
+        of=("x w",),
+        batching="made_up.py: scaled_batch_rule",
+    )
+    def scaled(x: Tensor, w: Tensor | None, *, v: int = 0) -> Tensor:
+        """y = x * (1 + w)"""
+        return x if w is None else x * (1 + (one if v else 1) * trailing(w, x.dim(), v))
+
+
+def test_a_decomposition_and_its_batching_rule(scaled: OpOverload) -> None:
+    enter_both(scaled, 1)
+    alone, rule = added("decomposition", "batching")
+    assert rule.shapes == "x: v *n d, weight: v d -> y: v *n d"
+    for sample in samples(alone):
+        generated.check_shapes(sample)
+        generated_values.check_replaces(sample)
+    for sample in samples(rule):
+        generated.check_shapes(sample)
+        for dims in generated_values.batchings(sample):
+            generated_values.check_batched(sample, dims)
+
+
+def test_a_decomposition_that_is_wrong_with_one_more_axis_fails(scaled: OpOverload) -> None:
+    enter_both(scaled, 1.001)
+    alone, rule = added("decomposition", "batching")
+    generated_values.check_replaces(next(samples(alone)))
+    assert fails(generated_values.check_batched, next(samples(rule)), (0, 0))
 
 
 # --- vjp and jvp of an operator -----------------------------------------------------------------

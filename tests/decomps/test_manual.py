@@ -32,6 +32,22 @@ def test_the_record_of_a_formula() -> None:
     assert registry.derivative("clamp_jvp").linear == ("self_t", "min_t", "max_t")
 
 
+def test_a_weight_of_ones_and_a_mask() -> None:
+    name = "infinitely_differentiable_native_rms_norm_backward"
+    rule = registry.derivative(name)
+    assert rule.linear == ("dY", "drstd")
+    assert str(rule.op._schema if rule.op else "") == (
+        f"normpass::{name}(Tensor? dY, Tensor? drstd, Tensor input, SymInt[] normalized_shape, "
+        "Tensor rstd, Tensor? weight_opt, bool[2] grad_input_mask) -> (Tensor, Tensor)"
+    )
+    g, x, rstd = torch.ones(2, 3), torch.arange(6.0).view(2, 3), torch.ones(2, 1)
+    dx, dweight = rule(g, None, x, [3], rstd, torch.ones(3).double(), (True, True))
+    assert (dx.dtype, dweight.dtype) == (torch.float32, torch.float64)
+    without = rule(g, None, x, [3], rstd, None, (True, True))
+    assert without[1] is None
+    torch.testing.assert_close(without[0], dx)
+
+
 def test_overloads_and_defaults() -> None:
     assert registry.derivative("clamp_backward.Tensor").op is not None
     schema = str(torch.ops.normpass.div_tensor_other_backward.default._schema)
