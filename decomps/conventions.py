@@ -193,7 +193,7 @@ def linear(formula: F, schema: torch.FunctionSchema, zeros: Collection[str]) -> 
 
 # --- the rule -----------------------------------------------------------------------------------
 
-_ONE = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -219,7 +219,7 @@ def with_conventions(
     parameters = inspect.signature(formula).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
     options = [a.name for a in schema.arguments if a.kwarg_only and _KEYWORDS in kinds]
-    taken, left = kinds.count(_ONE), len(names) - len(options)
+    taken, left = sum(kind in _BY_PLACE for kind in kinds), len(names) - len(options)
     fits = taken == left or (taken < left and _REST in kinds)
     if not fits or len(results) != len(schema.returns):
         raise ValueError(

@@ -22,7 +22,7 @@ from normpass.decomps.batching import (
     trailing,
 )
 from normpass.decomps.conventions import Result, like, statistic_by_device
-from normpass.decomps.manual import Gradient, Mask3, Tangent, Weight, manual
+from normpass.decomps.manual import Gradient, Ints, Mask3, Tangent, Weight, manual
 from normpass.decomps.norms.standardized import (
     EPS,
     Standardized,
@@ -44,9 +44,7 @@ aten = torch.ops.aten
 RULES = "aten/src/ATen/functorch/BatchRulesNorm.cpp"
 
 
-def _standardized(
-    x: Tensor, mean: Tensor, rstd: Tensor, normalized_shape: Sequence[int]
-) -> Standardized:
+def _standardized(x: Tensor, mean: Tensor, rstd: Tensor, normalized_shape: Ints) -> Standardized:
     mean, rstd = pad_to_rank(mean, x.dim()), pad_to_rank(rstd, x.dim())
     return Standardized((x - mean) * rstd, rstd, outer_and_inner(x, normalized_shape)[1])
 
@@ -66,7 +64,7 @@ def _standardized(
 )
 def layer_norm(
     x: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -92,7 +90,7 @@ def layer_norm_batch_rule(
     info: Any,
     in_dims: Sequence[Any],
     input: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -118,7 +116,7 @@ def layer_norm_batch_rule(
 
 
 def _check_parameter(
-    name: str, value: Tensor | None, dim: int | None, normalized_shape: Sequence[int]
+    name: str, value: Tensor | None, dim: int | None, normalized_shape: Ints
 ) -> None:
     if not normalized_shape:
         raise RuntimeError(
@@ -148,7 +146,7 @@ def _check_parameter(
 def layer_norm_backward(
     g: Tensor,
     x: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
@@ -184,7 +182,7 @@ def layer_norm_jvp(
     bias_t: Tangent,
     saved_mean: Tensor,
     saved_invstd: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
 ) -> Tensor:
     """y = x_hat * weight + bias,  x_hat = (x - mean) * rstd,  c = x_t - mean_d(x_t)
 
@@ -208,7 +206,7 @@ def layer_norm_double_backward(
     gO_t: Tensor,
     save_mean_t: Tensor,
     save_invstd_t: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     output_mask: Mask3,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward is, with u = g * gamma and P(u) = u - mean_d(u) - x_hat * mean_d(u * x_hat),
@@ -250,7 +248,7 @@ def layer_norm_backward_derivative(
     grads: Sequence[Tensor | None],
     grad_out: Tensor,
     input: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,

@@ -14,7 +14,7 @@ import torch
 from normpass.decomps.axes import outer_and_inner, size_of
 from normpass.decomps.batching import batched_decomposition, check_rank, trailing
 from normpass.decomps.conventions import Result, as_input_on_cpu, like, raised
-from normpass.decomps.manual import Gradient, Mask2, Tangent, Weight, manual
+from normpass.decomps.manual import Gradient, Ints, Mask2, Tangent, Weight, manual
 from normpass.decomps.neutral import ZERO
 from normpass.decomps.norms.standardized import Standardized, affine
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _standardized(x: Tensor, rstd: Tensor, normalized_shape: Sequence[int]) -> Standardized:
+def _standardized(x: Tensor, rstd: Tensor, normalized_shape: Ints) -> Standardized:
     inner = outer_and_inner(x, normalized_shape)[1]
     return Standardized(x * rstd, rstd, inner, centred=False)
 
@@ -46,7 +46,7 @@ def _standardized(x: Tensor, rstd: Tensor, normalized_shape: Sequence[int]) -> S
 )
 def rms_norm(
     x: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     weight: Tensor | None,
     eps: float | None,
     *,
@@ -79,7 +79,7 @@ def rms_norm(
 def rms_norm_backward(
     g: Tensor,
     x: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     rstd: Tensor,
     weight: Tensor | None,
     output_mask: Sequence[bool],
@@ -106,7 +106,7 @@ def infinitely_differentiable_native_rms_norm_backward(
     dY: Gradient,
     drstd: Gradient,
     input: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
     rstd: Tensor,
     weight_opt: Weight,
     grad_input_mask: Mask2,
@@ -132,7 +132,7 @@ def rms_norm_jvp(
     weight_p: Weight,
     weight_t: Tangent,
     saved_rstd: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Ints,
 ) -> Tensor:
     """y = x_hat * weight,  x_hat = x * rstd
 
@@ -148,7 +148,7 @@ def rms_norm_jvp(
     results=(Result(like("saved_rstd"), None),),
 )
 def rms_norm_rstd_jvp(
-    input_p: Tensor, input_t: Tangent, saved_rstd: Tensor, normalized_shape: Sequence[int]
+    input_p: Tensor, input_t: Tangent, saved_rstd: Tensor, normalized_shape: Ints
 ) -> Tensor:
     """rstd = (mean_d(x^2) + eps)^(-1/2),  x_hat = x * rstd
 
