@@ -105,7 +105,9 @@ def register(
     """Installs the rules in this process, for all that is compiled from then on.
 
     eager: eager mode gets them too: norms' derivatives of any order and mix, and batching rules.
-    An eager call of a norm then goes through Python, which takes some microseconds.
+    An eager call of a norm then goes through Python, which takes some microseconds. Another thread
+    may trace while rules come and go, but it may not run norms in eager mode while eager=True comes
+    or goes: torch does not guard its own tables of kernels.
 
     post_grad_pass is called with the fx.Graph of each forward and backward after decomposition;
     give it a `uuid()` (torch._inductor.custom_graph_pass.CustomGraphPass), or Inductor's caches

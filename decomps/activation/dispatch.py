@@ -15,6 +15,7 @@ an operator's `py_kernels` before its C++ kernels. Three keys get entries:
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,12 @@ from normpass.decomps.activation import torch_internals as internals
 from normpass.decomps.activation.kernels import batched, derived
 from normpass.decomps.activation.torch_internals import (
     FUNCTORCH_BATCHED,
+    PYTHON,
     ZERO_TENSOR,
     DispatchKey,
     ProxyTorchDispatchMode,
+    get_current_dispatch_mode,
+    pop_mode_temporarily,
     resolve_key,
 )
 from normpass.decomps.registry import by_op
@@ -83,20 +87,100 @@ class TracingRules:
     def _enter(self, op: OpOverload, key: Any, function: Function) -> None:
         table = _table(op, key)
         self.before[op, key] = table.get(key, _ABSENT)
-        self.ours[op, key] = table[key] = function
-        internals.dispatch_cache(op).clear()
+        self.ours[op, key] = function
+        _change(op, key, function)
 
     def revert(self) -> None:
         """Puts back what ours replaced; what somebody else put there since is theirs."""
+        global _LAST
         for (op, key), rule in self.ours.items():
-            table = _table(op, key)
-            if table.get(key) is not rule:
-                continue
-            if self.before[op, key] is _ABSENT:
-                del table[key]
-            else:
-                table[key] = self.before[op, key]
-            internals.dispatch_cache(op).clear()
+            if _table(op, key).get(key) is rule:
+                _change(op, key, self.before[op, key])
+        _LAST = self
+
+
+# The rules that were taken out last: C++ holds no reference to the kernel that it is about to call.
+_LAST: TracingRules | None = None
+
+
+# --- tables that other threads read -------------------------------------------------------------
+
+# Held for one entry, with nothing imported and nothing asked of torch meanwhile.
+_CHANGING = threading.Lock()
+
+
+class _Cache(dict[Any, Any]):
+    """An operator's `_dispatch_cache` that takes nothing which is not so any more.
+
+    A thread that traces looks up a kernel at its first call of a key, and enters it here a moment
+    later. If the tables change between the two, a plain dictionary would hold the old kernel until
+    somebody clears it. Once there it stays: the thread may be as late as it likes.
+    """
+
+    def __init__(self, op: OpOverload, entries: Any) -> None:
+        super().__init__(entries)
+        self.op = op
+        self.changed: set[DispatchKey] = set()
+
+    def __setitem__(self, key: DispatchKey, kernel: Any) -> None:
+        with _CHANGING:
+            self.put(key, _called(self.op, key) if key in self.changed else kernel)
+
+    def put(self, key: DispatchKey, kernel: Any) -> None:
+        if kernel is _ABSENT:
+            self.pop(key, None)
+        else:
+            super().__setitem__(key, kernel)
+
+
+def _change(op: OpOverload, key: Any, function: Any) -> None:
+    """Enters a kernel, or with _ABSENT removes it, and at once what the dispatcher calls for it.
+
+    The cache is not cleared: two threads that then looked up the same kernel would fail in torch.
+    """
+    table = _table(op, key)
+    with _CHANGING:
+        cache = internals.dispatch_cache(op)
+        if not isinstance(cache, _Cache):
+            cache = _Cache(op, cache)
+            internals.set_dispatch_cache(op, cache)
+        if function is _ABSENT:
+            del table[key]
+        else:
+            table[key] = function
+        cached = key if isinstance(key, DispatchKey) else PYTHON
+        cache.changed.add(cached)
+        cache.put(cached, _called(op, cached))
+
+
+def _called(op: OpOverload, key: DispatchKey) -> Any:
+    """What the dispatcher is to call for a key: a kernel, or the key of one in C++."""
+    if key == PYTHON:
+        return _by_mode(op) if internals.kernels_by_mode(op) else key
+    try:
+        resolved = resolve_key(op, key)
+    except NotImplementedError:
+        return _ABSENT
+    return internals.kernels_by_key(op).get(resolved, resolved)
+
+
+def _by_mode(op: OpOverload) -> Function:
+    """The operator under the mode that is on. torch's own function for this looks into the table
+    twice, and fails if the kernel is taken out between the two.
+    """
+    below = internals.own_kernel(op, PYTHON)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        rule = internals.kernels_by_mode(op).get(type(get_current_dispatch_mode()))
+        if rule is None:
+            return below(*args, **kwargs)
+        with pop_mode_temporarily() as mode:
+            return rule(mode, *args, **kwargs)
+
+    return kernel
+
+
+# --- what was there -----------------------------------------------------------------------------
 
 
 def _load_torchs_own() -> None:

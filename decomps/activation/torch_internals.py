@@ -107,6 +107,7 @@ INTERNALS = {
     ),
     "PYTHON_TLS_SNAPSHOT": _c("DispatchKey.PythonTLSSnapshot", RULES, "a key: levels"),
     "FUNCTORCH_BATCHED": _c("DispatchKey.FuncTorchBatched", BATCHING, "vmap's key: kernels"),
+    "PYTHON": _c("DispatchKey.Python", ZEROS, "the key of modes: dispatch"),
     "ZERO_TENSOR": _c("DispatchKey.ZeroTensor", ZEROS, "zeros' key: dispatch, zero_tensors"),
     # Derivatives in progress. Forward mode's level changes: `forward_level` asks.
     "_current_level": Internal(
@@ -314,6 +315,11 @@ def kernels_by_mode(op: OpOverload) -> dict[Any, Any]:
 def dispatch_cache(op: OpOverload) -> dict[Any, Any]:
     """What the Python dispatcher calls for a key, from its first call on: C++ reads it."""
     return op._dispatch_cache
+
+
+def set_dispatch_cache(op: OpOverload, cache: dict[Any, Any]) -> None:
+    """Puts another dictionary in its place: C++ asks the operator for it at each call."""
+    op._dispatch_cache = cache
 
 
 def own_kernel(op: OpOverload, key: DispatchKey) -> Any:
