@@ -8,6 +8,8 @@ an operator's `py_kernels` before its C++ kernels. Three keys get entries:
                        and its graphs stay as they are. Under forward mode and from the second level
                        on it is a composition of primitives, which is right to any order.
                        And operators whose derivatives are better by the table (table/traced.py).
+                       A norm's backward, whose results get a derivative of ours where the tape is
+                       to have one: torch.autograd.grad(create_graph=True) in what is traced.
     FuncTorchBatched   Operators with a batching rule of ours, instead of functorch's.
     ZeroTensor         What fake tensors must see of tangents that are zero (zero_tensors.py), and,
                        at the mode that records a graph, what it has for them.
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.activation import torch_internals as internals
-from normpass.decomps.activation.kernels import batched, derived
+from normpass.decomps.activation.kernels import batched, derived, recorded, second_derivative
 from normpass.decomps.activation.torch_internals import (
     FUNCTORCH_BATCHED,
     PYTHON,
@@ -35,7 +37,7 @@ from normpass.decomps.activation.torch_internals import (
 )
 from normpass.decomps.registry import by_op
 from normpass.decomps.table import traced
-from normpass.decomps.zero_tensors import recorded
+from normpass.decomps.zero_tensors import recorded as recorded_zero
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -76,13 +78,18 @@ class TracingRules:
         for op, composition in by_op("autograd").items():
             for key in _autograd_keys() if op not in table else ():
                 self._enter(op, key, derived(composition, _own(op, key)))
+        for op, rule in by_op("double_backward").items():
+            # not the formulas, which are operators of ours
+            if op.namespace == "aten" and op not in table:
+                for key in _autograd_keys():
+                    self._enter(op, key, _backward(op, rule, _own(op, key)))
         if internals.BATCHING not in without:
             for op, rule in by_op("batching").items():
                 self._enter(op, FUNCTORCH_BATCHED, batched(op, rule))
         if internals.ZEROS not in without:
             for op, kernel in by_op("zero_tensor").items():
                 self._enter(op, ZERO_TENSOR, kernel)
-            self._enter(_efficientzerotensor, ProxyTorchDispatchMode, recorded)
+            self._enter(_efficientzerotensor, ProxyTorchDispatchMode, recorded_zero)
 
     def _enter(self, op: OpOverload, key: Any, function: Function) -> None:
         table = _table(op, key)
@@ -186,6 +193,19 @@ def _by_mode(op: OpOverload) -> Function:
 def _load_torchs_own() -> None:
     """Inductor's import enters rules of torch's own, for `_own` to find."""
     internals.find("torch._inductor.decomposition")
+
+
+def _backward(op: OpOverload, rule: Function, own: Function) -> Function:
+    """A norm's backward, for torch.autograd.grad(create_graph=True) in what is traced."""
+    enter = second_derivative(op, rule)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        outs = own(*args, **kwargs)
+        if recorded():
+            enter(outs, args, kwargs)
+        return outs
+
+    return kernel
 
 
 def _autograd_keys() -> list[DispatchKey]:

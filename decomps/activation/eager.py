@@ -18,21 +18,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from normpass.decomps.activation import torch_internals as internals
-from normpass.decomps.activation.kernels import batched, positional, with_constants
-from normpass.decomps.activation.levels import in_forward_mode, in_transform, needs_composition_of
+from normpass.decomps.activation.kernels import (
+    batched,
+    positional,
+    recorded,
+    second_derivative,
+    with_constants,
+)
+from normpass.decomps.activation.levels import needs_composition_of
 from normpass.decomps.registry import by_op
 from normpass.decomps.table.traced import of_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
-
-    from torch import Tensor
 
     from normpass.decomps.activation.torch_internals import DispatchKeySet, OpOverload
     from normpass.decomps.registry import Rule
@@ -45,6 +49,9 @@ class EagerRules:
     """The rules of one installation."""
 
     library: torch.library.Library
+    # C++ holds no reference to a kernel that it runs, and other threads may be in ours when they
+    # are taken out: they are kept until the next installation is.
+    kept: list[Any] = field(default_factory=list)
 
     @classmethod
     def apply(cls, without: Container[str] = ()) -> EagerRules:
@@ -56,24 +63,34 @@ class EagerRules:
                 theirs = {} if internals.NODES in without else of_users()
                 for op, composition in by_op("autograd").items():
                     if op not in theirs:
-                        library.impl(op, _forward(op, composition), "Autograd", with_keyset=True)
+                        rules._enter(op, _forward(op, composition), "Autograd")
                 for op, rule in by_op("double_backward").items():
                     # not the formulas, which are operators of ours
                     if op.namespace == "aten" and op not in theirs:
-                        library.impl(op, _backward(op, rule), "Autograd", with_keyset=True)
+                        rules._enter(op, _backward(op, rule), "Autograd")
                 if internals.BATCHING not in without:
                     for op, rule in by_op("batching").items():
                         if op.namespace == "aten":
-                            library.impl(op, batched(op, rule), "FuncTorchBatched")
+                            rules._enter(op, batched(op, rule), "FuncTorchBatched")
                 for op, kernel in theirs.items():
-                    library.impl(op, kernel, "Autograd")
+                    rules._enter(op, kernel, "Autograd")
         except BaseException:
             rules.revert()
             raise
         return rules
 
+    def _enter(self, op: OpOverload, kernel: Function, key: str) -> None:
+        self.library.impl(op, kernel, key, with_keyset=key == "Autograd")
+        entered = "AutogradCPU" if key == "Autograd" else key
+        self.kept.append(torch.library.get_kernel(op, entered))
+
     def revert(self) -> None:
+        global _LAST
         internals.destroy(self.library)
+        _LAST = self
+
+
+_LAST: EagerRules | None = None
 
 
 @contextlib.contextmanager
@@ -103,91 +120,54 @@ def _forward(op: OpOverload, composition: Rule) -> Function:
 def _backward(op: OpOverload, rule: Function) -> Function:
     own = _own(op)
     node = _differentiated(op, rule)
+    enter = second_derivative(op, rule)
 
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        # The node has no forward mode, the operator has: it is decomposed there.
-        if in_forward_mode() or in_transform() or not torch.is_grad_enabled():
+        if not recorded():
             return own(keyset, *args, **kwargs)
-        if not _requires_grad(args, kwargs):
-            return own(keyset, *args, **kwargs)
-        return node.apply(functools.partial(own, keyset), *positional(op, args, kwargs))
+        if not _is_plain(args) and any(map(_requires_grad, args)):
+            return node.apply(functools.partial(own, keyset), *positional(op, args, kwargs))
+        outs = own(keyset, *args, **kwargs)
+        enter(outs, args, kwargs)
+        return outs
 
     return kernel
 
 
-def _requires_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    values = (*args, *kwargs.values())
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    """Whether torch computes with these in their own precision."""
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return dtypes in _PLAIN
+
+
+_PLAIN = ({torch.float32}, {torch.float64})
 
 
 def _differentiated(op: OpOverload, rule: Function) -> Any:
     """An autograd.Function: `own` forward, and a rule f(grads, *args) for the way back, whose own
-    derivatives autograd finds in its primitives. Where nobody asks for those, torch's derivative of
-    `own` is right too, and takes a third of the time.
+    derivatives autograd finds in its primitives. For halves, which the rule computes in float32.
     """
     names = [argument.name for argument in op._schema.arguments]
 
     class Differentiated(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, own: Function, *args: Any) -> Any:
-            tensors = [value if isinstance(value, torch.Tensor) else None for value in args]
             ctx.rest = [None if isinstance(value, torch.Tensor) else value for value in args]
-            ctx.save_for_backward(*tensors)
+            ctx.save_for_backward(*(v if isinstance(v, torch.Tensor) else None for v in args))
             ctx.set_materialize_grads(False)
-            ctx.leaves = list(map(_leaf, args)) if _is_plain(tensors) else None
-            if ctx.leaves is None:
-                return own(*args)
-            with torch.enable_grad():
-                ctx.outs = own(*ctx.leaves)
-            return tuple(out if out is None else out.detach() for out in ctx.outs)
+            return own(*args)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             saved = zip(ctx.saved_tensors, ctx.rest, strict=True)
             args = [rest if tensor is None else tensor for tensor, rest in saved]
-            if ctx.leaves is not None and not torch.is_grad_enabled() and not in_transform():
-                return None, *_gradients(ctx.outs, ctx.leaves, grads, ctx.needs_input_grad[1:])
             needed = zip(names, ctx.needs_input_grad[1:], strict=True)
             found = rule(grads, *args, needs=[name for name, needs in needed if needs])
             return None, *map(found.get, names)
 
     Differentiated.__name__ = Differentiated.__qualname__ = f"{op._schema.name} with a derivative"
     return Differentiated
-
-
-def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether torch computes with these in their own precision."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    return dtypes in ({torch.float32}, {torch.float64})
-
-
-def _leaf(value: Any) -> Any:
-    """A tensor as the beginning of a graph of its own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-def _gradients(
-    outs: Iterable[Tensor | None],
-    leaves: Iterable[Any],
-    grads: Iterable[Tensor | None],
-    needed: Iterable[bool],
-) -> list[Tensor | None]:
-    """For each leaf its gradient, where it is needed."""
-    needs = list(needed)
-    pairs = zip(outs, grads, strict=True)
-    given = [(out, g) for out, g in pairs if out is not None and g is not None]
-    xs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
-    found = iter(
-        torch.autograd.grad(
-            [out for out, _ in given],
-            xs,
-            [g for _, g in given],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        if given
-        else [None] * len(xs)
-    )
-    return [next(found) if need else None for need in needs]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from normpass.decomps.activation.levels import (
     BatchLevel,
     constant,
+    in_forward_mode,
+    in_transform,
     may_be_differentiated,
     needs_composition,
 )
@@ -18,6 +23,8 @@ from normpass.decomps.activation.torch_internals import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from normpass.decomps.activation.torch_internals import OpOverload
     from normpass.decomps.registry import Rule
@@ -34,6 +41,46 @@ def derived(composition: Rule, own: Function) -> Function:
         return own(*args, **kwargs)
 
     return kernel
+
+
+def recorded() -> bool:
+    """Whether a backward of now has a derivative on the tape, and not in forward mode or below
+    torch.func, where its operator is decomposed.
+    """
+    return torch.is_grad_enabled() and not (in_forward_mode() or in_transform())
+
+
+def second_derivative(op: OpOverload, rule: Function) -> Function:
+    """Gives results of a norm's backward, f(outs, args, kwargs), the derivative of a rule.
+
+    The node stays torch's, with a hook: one of our own would take five times as long. Where nobody
+    may ask for the derivative of what the node returns, that is right; elsewhere the hook replaces
+    it, since in it the saved statistics are constants.
+    """
+    names = [argument.name for argument in op._schema.arguments if "Tensor" in str(argument.type)]
+    fixed = [name for name in names if not name.startswith("running")]
+
+    def hook(
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: tuple[Tensor | None, ...],
+        grads: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor | None, ...] | None:
+        if not (torch.is_grad_enabled() or in_forward_mode() or in_transform()):
+            return None
+        # torch's node has an edge for each tensor, or none for running statistics.
+        edges = dict(zip(names if len(found) == len(names) else fixed, found, strict=True))
+        needs = [name for name, gradient in edges.items() if gradient is not None]
+        right = rule(grads, *positional(op, args, kwargs), needs=needs)
+        return tuple(right.get(name) if name in needs else None for name in edges)
+
+    def enter(outs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for out in outs:
+            if out is not None and out.requires_grad:
+                out.grad_fn.register_hook(functools.partial(hook, args, kwargs))
+                return
+
+    return enter
 
 
 def with_constants(rule: Rule, results: Any) -> Any:

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 NORMS = list(by_op("autograd"))
-CHANGED = {op for kind in ("autograd", "batching", "zero_tensor") for op in by_op(kind)} | {
-    aten._efficientzerotensor.default
-}
+CHANGED = {
+    op
+    for kind in ("autograd", "double_backward", "batching", "zero_tensor")
+    for op in by_op(kind)  # type: ignore[arg-type]
+    if op.namespace == "aten"
+} | {aten._efficientzerotensor.default}
 
 
 def kernels() -> dict[Any, dict[Any, Any]]:

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
-CHANGED = {op for kind in ("autograd", "batching", "zero_tensor") for op in by_op(kind)} | {
-    aten._efficientzerotensor.default
-}
+CHANGED = {
+    op
+    for kind in ("autograd", "double_backward", "batching", "zero_tensor")
+    for op in by_op(kind)  # type: ignore[arg-type]
+    if op.namespace == "aten"
+} | {aten._efficientzerotensor.default}
 X = torch.sin(torch.arange(60.0).double() ** 2).reshape(3, 4, 5)
 ARGS = X, torch.arange(5.0).double() + 1, X.flip(0)
 # What stock torch traces too: some traces see half of the rules.
