@@ -100,21 +100,31 @@ def batched(op: OpOverload, rule: Rule) -> Function:
     this key excluded, not below the level: so autograd and outer levels still see what it does.
     """
 
+    excluded, several = DispatchKeySet(FUNCTORCH_BATCHED), len(op._schema.returns) > 1
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         level = BatchLevel()
         plain, in_dims = level.unwrapped(positional(op, args, kwargs))
-        with ExcludeDispatchKeyGuard(DispatchKeySet(FUNCTORCH_BATCHED)):
+        with ExcludeDispatchKeyGuard(excluded):
             outs, out_dims = rule(level.info, in_dims, *plain)
         outs = with_constants(rule, outs)
         if not isinstance(outs, tuple):  # one result, as register_vmap has it
             return level.wrap(outs, out_dims)
         wrapped = tuple(level.wrap(out, dim) for out, dim in zip(outs, out_dims, strict=True))
-        return wrapped if len(op._schema.returns) > 1 else wrapped[0]
+        return wrapped if several else wrapped[0]
 
     return kernel
 
 
 def positional(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All arguments of a call in the schema's order; those that are left out are the defaults."""
-    rest = op._schema.arguments[len(args) :]
-    return [*args, *(kwargs.get(a.name, a.default_value) for a in rest)]
+    defaults = _defaults(op)
+    if len(args) == len(defaults):
+        return list(args)
+    return [*args, *(kwargs.get(name, default) for name, default in defaults[len(args) :])]
+
+
+@functools.cache
+def _defaults(op: OpOverload) -> list[tuple[str, Any]]:
+    """Names and defaults of an operator's arguments: a schema makes them anew each time."""
+    return [(argument.name, argument.default_value) for argument in op._schema.arguments]
