@@ -73,7 +73,7 @@ class EagerRules:
                         if op.namespace == "aten":
                             rules._enter(op, batched(op, rule), "FuncTorchBatched")
                 for op, kernel in theirs.items():
-                    rules._enter(op, kernel, "Autograd")
+                    rules._enter(op, _of_arguments(kernel), "Autograd")
         except BaseException:
             rules.revert()
             raise
@@ -99,6 +99,10 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         yield
+
+
+def _of_arguments(kernel: Function) -> Function:
+    return lambda _, *args, **kwargs: kernel(*args, **kwargs)
 
 
 def _own(op: OpOverload) -> Function:
