@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ from normpass.decomps.table import traced
 from normpass.decomps.zero_tensors import recorded as recorded_zero
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Callable, Container
 
     from normpass.decomps.activation.kernels import Function
     from normpass.decomps.activation.torch_internals import OpOverload
@@ -71,18 +72,9 @@ class TracingRules:
         return rules
 
     def _enter_all(self, without: Container[str]) -> None:
-        table = {} if internals.NODES in without else traced.kernels()
-        for op, kernel in table.items():
+        for op, kernel_before in _of_autograd(without).items():
             for key in _autograd_keys():
-                self._enter(op, key, kernel)
-        for op, composition in by_op("autograd").items():
-            for key in _autograd_keys() if op not in table else ():
-                self._enter(op, key, derived(composition, _own(op, key)))
-        for op, rule in by_op("double_backward").items():
-            # not the formulas, which are operators of ours
-            if op.namespace == "aten" and op not in table:
-                for key in _autograd_keys():
-                    self._enter(op, key, _backward(op, rule, _own(op, key)))
+                self._enter(op, key, kernel_before(_own(op, key)))
         if internals.BATCHING not in without:
             for op, rule in by_op("batching").items():
                 self._enter(op, FUNCTORCH_BATCHED, batched(op, rule))
@@ -104,6 +96,22 @@ class TracingRules:
             if _table(op, key).get(key) is rule:
                 _change(op, key, self.before[op, key])
         _LAST = self
+
+
+def _of_autograd(without: Container[str]) -> dict[OpOverload, Callable[[Function], Function]]:
+    """Operators and, of what the dispatcher would call, the kernel that stands before it."""
+    kernels: dict[OpOverload, Callable[[Function], Function]] = {}
+    for op, rule in by_op("double_backward").items():
+        if op.namespace == "aten":  # not the formulas, which are operators of ours
+            kernels[op] = partial(_backward, op, rule)
+    kernels |= {op: partial(derived, rule) for op, rule in by_op("autograd").items()}
+    if internals.NODES not in without:
+        kernels |= {op: partial(_instead, kernel) for op, kernel in traced.kernels().items()}
+    return kernels
+
+
+def _instead(kernel: Function, _: Function) -> Function:
+    return kernel
 
 
 # The rules that were taken out last: C++ holds no reference to the kernel that it is about to call.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch._subclasses import FakeTensor as FakeTensor
     from torch._subclasses import FakeTensorMode as FakeTensorMode
+    from torch.utils._pytree import TreeSpec as TreeSpec
 
 # What may be left out, as messages say it.
 RULES = "all rules"
@@ -76,6 +77,8 @@ INTERNALS = {
     "OpOverloadPacket": Internal("torch._ops.OpOverloadPacket", RULES, "its overloads: registry"),
     "parse_schema": _c("parse_schema", RULES, "a schema from its text: registry"),
     "tree_leaves": Internal("torch.utils._pytree.tree_leaves", RULES, "of an argument: operators"),
+    "tree_flatten": Internal("torch.utils._pytree.tree_flatten", NODES, "the same: table.nodes"),
+    "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", NODES, "the same"),
     "suggest_memory_format": Internal(
         "torch._prims_common.suggest_memory_format",
         RULES,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from normpass.decomps.activation.kernels import positional
 from normpass.decomps.activation.levels import at_jvp, in_forward_mode
@@ -24,6 +23,9 @@ from normpass.decomps.activation.torch_internals import (
     enable_single_level_autograd_function,
     is_fwd_grad_enabled,
     set_fwd_grad_enabled,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
 )
 from normpass.decomps.table.binding import jvp, vjp
 from normpass.decomps.table.formulas import is_number
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from normpass.decomps.activation.torch_internals import OpOverload
+    from normpass.decomps.activation.torch_internals import OpOverload, TreeSpec
 
     Function = Callable[..., Any]
 
@@ -55,7 +57,7 @@ def differentiated(op: OpOverload, below: Function | None = None) -> Function:
         call = _Call(op, below, rest, places, spec, modes)
         with enable_single_level_autograd_function():
             flat = _Node.apply(call, *tensors)
-        return tree_unflatten(list(flat), call.results)  # type: ignore[arg-type]
+        return tree_unflatten(list(flat), call.results)
 
     return kernel
 
@@ -158,7 +160,7 @@ def _known(ctx: Any, of_each: Function = lambda value: value) -> tuple[_Call, li
 
 def _structured(call: _Call, flat: Sequence[Any]) -> list[Any]:
     """A value for each result; of a list of results one list."""
-    value = tree_unflatten(list(flat), call.results)  # type: ignore[arg-type]
+    value = tree_unflatten(list(flat), call.results)
     return list(value) if isinstance(value, tuple) else [value]
 
 

@@ -76,4 +76,4 @@ def test_what_is_typed_at_a_prompt_is_found_by_this_process_alone(
 def test_our_own_rules_are_known_by_our_own_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert registry.rules()
-    assert not digest._files_of_others()
+    assert not digest._of_others()

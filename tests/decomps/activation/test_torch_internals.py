@@ -27,6 +27,7 @@ PARTS = (
     internals.LEVELS,
     internals.TRACES,
     internals.BATCHING,
+    internals.NODES,
     internals.ZEROS,
     internals.EAGER,
     internals.TABLE,
