@@ -160,4 +160,5 @@ def _usual(result: str, kinds: Mapping[str, str]) -> DType:
     tensors = [n for n, kind in kinds.items() if kind in (*_ZEROS, "Tensor", "Tensors")]
     names = (*(result[1:] + end for end in ("", "_t", "_opt")), result.removesuffix("_t"))
     mine = [n for n in names if n in kinds]
-    return like(*(mine[:1] or tensors))
+    of_one = mine and kinds[mine[0]] == "Weight"  # without it there is no result
+    return like(*mine[:1], *(() if of_one else tensors))

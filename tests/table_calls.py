@@ -301,6 +301,7 @@ def _check_tangents(call: Call, primals: dict[str, Any], tangents: Sequence[Tens
         tangent = next(left) if is_number(x) else None
         return x if tangent is None else forward_ad.make_dual(x, tangent)
 
+    expected: Any
     with forward_ad.dual_level():
         try:
             expected = [
@@ -308,15 +309,16 @@ def _check_tangents(call: Call, primals: dict[str, Any], tangents: Sequence[Tens
                 for y in tree_leaves(call.run(tree_map_only(torch.Tensor, dual, primals)))
             ]
         except (RuntimeError, NotImplementedError) as error:
-            return f"{NOT_COUNTED}: {error}"
+            expected = error
+    if isinstance(expected, Exception):
+        if call.row.tangents:
+            return f"{NOT_COUNTED}: {expected}"
+        return _check_transposed(call, primals, tangents)
     wrong = any((str(call.op), y.dtype) in WRONG_TANGENTS for y in tree_leaves(results))
     if wrong or all(tangent is None for tangent in expected):
         return NOT_COUNTED
-    left = iter(tangents)
-    given = tree_map_only(torch.Tensor, lambda x: next(left) if is_number(x) else None, primals)
-    given = {name: given[name] for name in primals if _has_number(primals[name])}
     try:
-        found = tree_leaves(jvp(call.op)(given, primals, results))
+        found = tree_leaves(jvp(call.op)(_given(primals, tangents), primals, results))
     except NotImplementedError as error:
         return _refused(call, error)
     ys = tree_leaves(results)
@@ -324,6 +326,59 @@ def _check_tangents(call: Call, primals: dict[str, Any], tangents: Sequence[Tens
         found = [None] * len(ys)
     _compare(call, found, expected, ys)
     return RIGHT
+
+
+def _given(primals: dict[str, Any], tangents: Sequence[Tensor | None]) -> dict[str, Any]:
+    left = iter(tangents)
+    given = tree_map_only(torch.Tensor, lambda x: next(left) if is_number(x) else None, primals)
+    return {name: given[name] for name in primals if _has_number(primals[name])}
+
+
+def _check_transposed(
+    call: Call, primals: dict[str, Any], tangents: Sequence[Tensor | None]
+) -> str:
+    """Compares the tangents of what PyTorch has no forward mode for with its reverse mode:
+    <g, J t> = <J^H g, t>.
+    """
+    args = tree_map_only(torch.Tensor, _leaf, primals)
+    if any(x.layout != torch.strided for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
+        return f"{NOT_COUNTED}: PyTorch has no gradients of a gradient of a compressed tensor"
+    try:
+        results = call.run(args)
+        chosen = [y for y in tree_leaves(results) if _has_gradient(y)]
+        cotangents = [torch.randn_like(y) for y in chosen]
+        leaves = [x for x in tree_leaves(args) if _has_gradient(x)]
+        if not chosen or len(leaves) != len(tangents):
+            return NOT_COUNTED
+        gradients = torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{NOT_COUNTED}: {error}"
+    try:
+        found = jvp(call.op)(_given(primals, tangents), primals, call.run(primals))
+    except NotImplementedError as error:
+        return f"{REFUSED}: {error}"
+    except RuntimeError as error:  # the backward is a kernel, of which PyTorch has no derivative
+        if "is not implemented" not in str(error):
+            raise
+        return f"{REFUSED}: {error}"
+    with_gradient = [t for t, y in zip(found, results, strict=True) if _has_gradient(y)]
+    _compare_pairings(call, (cotangents, with_gradient), (gradients, tangents))
+    return RIGHT
+
+
+def _compare_pairings(call: Call, *pairs: tuple[Sequence[Tensor | None], ...]) -> None:
+    sums, size = [], 1.0
+    for first, second in pairs:
+        products = [
+            (a.to_dense().conj() * b.to_dense()).real
+            for a, b in zip(first, second, strict=True)
+            if a is not None and b is not None
+        ]
+        sums.append(sum((p.double().sum() for p in products), torch.zeros((), dtype=torch.float64)))
+        size = max([size, *(float(p.abs().sum()) for p in products)])
+    rtol = max(TOLERANCE[t.dtype][0] for t in tree_leaves(pairs) if t is not None)
+    message = f"{call}: {{}}".format
+    assert_close(*sums, rtol=0, atol=rtol * size, equal_nan=True, msg=message)
 
 
 def _has_number(value: Any) -> bool:

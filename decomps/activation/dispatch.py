@@ -37,7 +37,6 @@ from normpass.decomps.activation.torch_internals import (
     resolve_key,
 )
 from normpass.decomps.registry import by_op
-from normpass.decomps.table import traced
 from normpass.decomps.zero_tensors import recorded as recorded_zero
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ def _of_autograd(without: Container[str]) -> dict[OpOverload, Callable[[Function
             kernels[op] = partial(_backward, op, rule)
     kernels |= {op: partial(derived, rule) for op, rule in by_op("autograd").items()}
     if internals.NODES not in without:
+        from normpass.decomps.table import traced  # inherits what may be missing
+
         kernels |= {op: partial(_instead, kernel) for op, kernel in traced.kernels().items()}
     return kernels
 

@@ -33,7 +33,6 @@ from normpass.decomps.activation.kernels import (
 )
 from normpass.decomps.activation.levels import needs_composition_of
 from normpass.decomps.registry import by_op
-from normpass.decomps.table.traced import of_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
@@ -60,7 +59,7 @@ class EagerRules:
         rules = cls(library)
         try:
             with _quiet():
-                theirs = {} if internals.NODES in without else of_users()
+                theirs = _of_users(without)
                 for op, composition in by_op("autograd").items():
                     if op not in theirs:
                         rules._enter(op, _forward(op, composition), "Autograd")
@@ -99,6 +98,14 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         yield
+
+
+def _of_users(without: Container[str]) -> dict[OpOverload, Function]:
+    if internals.NODES in without:
+        return {}
+    from normpass.decomps.table.traced import of_users  # inherits what may be missing
+
+    return of_users()
 
 
 def _of_arguments(kernel: Function) -> Function:

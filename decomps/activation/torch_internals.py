@@ -44,7 +44,7 @@ PASS = "passes over Inductor's graphs"
 _WITH: dict[str, tuple[str, ...]] = {
     RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, EAGER, TABLE, PASS),
     LEVELS: (TRACES, BATCHING, NODES, ZEROS, EAGER),
-    TRACES: (ZEROS,),
+    TRACES: (NODES, ZEROS),
 }
 
 
@@ -231,7 +231,7 @@ class Missing:
             f"leaves out {self._internal.part}"
         )
 
-    __call__ = __instancecheck__ = __and__ = __rand__ = _fail
+    __call__ = __instancecheck__ = __mro_entries__ = __and__ = __rand__ = _fail
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

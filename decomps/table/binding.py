@@ -23,6 +23,7 @@ from normpass.decomps.table.rows import (
     Row,
     row_of,
 )
+from normpass.decomps.table.transposes import transposed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,9 +136,9 @@ class Jvp:
     args      the operator's arguments, by name or in the order of its schema
     results   what the operator has returned for them
 
-    Returns for each result its tangent, None where it has none. Raises NotImplementedError where
-    upstream has no forward derivative or this table cannot evaluate it, TypeError for arguments
-    that the operator does not take.
+    Returns for each result its tangent, None where it has none. Where upstream has no forward
+    derivative it is the transpose of the vjp. Raises NotImplementedError where this table cannot
+    evaluate it, TypeError for arguments that the operator does not take.
     """
 
     def __init__(self, row: Row) -> None:
@@ -152,7 +153,8 @@ class Jvp:
                 self.formulas[result] = _try(text, names, f"{row.op}: {result}")
         of_one = len(row.differentiable) == 1 and not row.is_declared
         self.own = registry.by_op("jvp").get(row.op) if of_one else None
-        self.reverse = Vjp(row) if ELEMENTWISE in row.tangents.values() else None
+        by_vjp = not row.tangents or ELEMENTWISE in row.tangents.values()
+        self.reverse = Vjp(row) if by_vjp else None
 
     def __repr__(self) -> str:
         return f"jvp({self.op})"
@@ -175,9 +177,9 @@ class Jvp:
         tangents = {n: tangents[n] for n in row.differentiable if _is_there(tangents.get(n))}
         if not tangents:
             return (None,) * len(row.results)
-        if not row.tangents and self.own is None:
-            raise NotImplementedError(f"{self.op} has no forward derivative in derivatives.yaml")
         constant = row.is_constant(known)
+        if not row.tangents and self.own is None:
+            return self._transposed(known, tangents, constant)
         found: dict[str, Any] = {}
         return tuple(
             None if none else self._tangent(name, known, tangents, found)
@@ -232,6 +234,33 @@ class Jvp:
         found = self.reverse((tangents[name].conj(),), *self._call(known), needs=(name,))[name]
         return None if found is None else found.conj()
 
+    def _transposed(
+        self, known: dict[str, Any], tangents: Mapping[str, Any], constant: Sequence[bool]
+    ) -> tuple[Any, ...]:
+        """What upstream has no formula for: the transpose of the vjp."""
+        assert self.reverse is not None
+        reverse, (args, results) = self.reverse, self._call(known)
+        moved = list(tangents)
+        pairs = [(known[n], tangents[n]) for n in moved]
+        places = [k for k, none in enumerate(constant) if not none]
+        if self.row.is_list:
+            raise NotImplementedError(f"{self.op} has no forward derivative: its result is a list")
+
+        def pulled(*grads: Any) -> list[Any]:
+            each = dict(zip(places, grads, strict=True))
+            found = reverse([each.get(k) for k in range(len(results))], args, results, moved)
+            return [
+                torch.zeros_like(x) if g is None else g
+                for name, (value, tangent) in zip(moved, pairs, strict=True)
+                for g, x, t in _each(found[name], value, tangent)
+                if t is not None
+            ]
+
+        along = [t for pair in pairs for _, _, t in _each(None, *pair) if t is not None]
+        found = transposed(pulled, [results[k] for k in places], along)
+        numbers = dict(zip(places, found, strict=True))
+        return tuple(numbers.get(k) for k in range(len(results)))
+
     def _call(self, known: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
         args = {name: known[name] for name in self.row.arguments}
         return args, tuple(known[name] for name in self.row.results)
@@ -266,6 +295,14 @@ def _is_there(tangent: Any) -> bool:
     if isinstance(tangent, list | tuple):
         return any(map(_is_there, tangent))
     return tangent is not None
+
+
+def _each(gradient: Any, value: Any, tangent: Any) -> list[tuple[Any, Any, Any]]:
+    """These three of an argument, or of each tensor of a list."""
+    if not isinstance(value, list | tuple):
+        return [(gradient, value, tangent)]
+    gradients = [None] * len(value) if gradient is None else gradient
+    return list(zip(gradients, value, tangent, strict=True))
 
 
 def _as_it_is(tangent: Any, _: Any) -> Any:

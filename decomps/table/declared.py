@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.activation.torch_internals import enable_inplace_requires_grad
 from normpass.decomps.operators import is_concrete
 from normpass.decomps.table.derivatives_yaml import Entry
 from normpass.decomps.table.formulas import Formula, is_number
+from normpass.decomps.table.transposes import transposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 def entry(op: OpOverload, functions: Mapping[str, Callable[..., Any]]) -> Entry:
     """The row that these functions make: of the kind "vjp" the gradients of all tensors, of the
-    kind "jvp" the tangents of all results. One that is missing is the transpose of the other.
+    kind "jvp" the tangents of all results. The transpose of a "jvp" is the other kind; that of a
+    "vjp" binding.Jvp takes, as of any row without tangents.
     """
     both = {kind: _Declared(op, kind, function) for kind, function in functions.items()}
     vjp, jvp = both.get("vjp"), both.get("jvp")
-    gradients = vjp.formula() if vjp is not None else both["jvp"].transposed()
-    tangents = jvp.formula() if jvp is not None else both["vjp"].transposed()
-    tensors, results = _tensors(op), _results(op)
-    asked = [vjp is None or vjp.asks_for(name) for name in results]
-    flags = () if all(asked) else tuple(asked)
-    return Entry(str(op._schema), {tensors: gradients, results: tangents}, flags)
+    fields = {_tensors(op): vjp.formula() if vjp is not None else both["jvp"].transposed()}
+    if jvp is not None:
+        fields[_results(op)] = jvp.formula()
+    asked = [vjp is None or vjp.asks_for(name) for name in _results(op)]
+    return Entry(str(op._schema), fields, () if all(asked) else tuple(asked))
 
 
 def check(op: OpOverload, kind: str, function: Callable[..., Any]) -> None:
@@ -116,51 +116,40 @@ class _Declared:
             return value
         return _zeros(known[name[:-2]])
 
-    # --- the other kind -------------------------------------------------------------------------
-
     def transposed(self) -> Formula:
-        """The derivative of the function in what it is linear in: J t is that of g -> J^H g along
-        t, and J^H g that of t -> J t.
-        """
-        fixed = {*self.asks, *self.tensors, *self.results} - {*self.linear}
-        tangents = {f"{name}_t" for name in self.tensors}
-        if self.kind == "vjp":
-            uses, function = fixed | tangents, self._tangents
-        else:
-            grads = {f"grad_{name}" for name in self.results}
-            uses, function = fixed | grads, self._gradients
+        """The gradients, of a function that gives tangents."""
+        grads = [f"grad_{name}" for name in self.results]
+        uses = {*self.asks, *self.tensors, *self.results, *grads} - {*self.linear}
         return Formula(
-            f"transpose of the {self.name}", frozenset(uses), _by_position(uses, function)
+            f"transpose of the {self.name}", frozenset(uses), _by_position(uses, self._gradients)
         )
-
-    def _tangents(self, known: Known) -> Any:
-        moved = [name for name in self.tensors if known[f"{name}_t"] is not None]
-        numbers = [n for n in self.results if is_number(known[n]) and self.asks_for(n)]
-
-        def pulled(*grads: Any) -> list[Any]:
-            given = dict(zip(numbers, grads, strict=True))
-            each = [given.get(name) for name in self.results]
-            named = {f"grad_{name}": grad for name, grad in zip(self.results, each, strict=True)}
-            whole = {"grad": each[0], "grads": list(grads), "needs": moved}
-            return _of(self.values({**known, **named, **whole}), self.tensors, moved, known)
-
-        tangents = [known[f"{name}_t"] for name in moved]
-        found = _transposed(self.op, pulled, [known[name] for name in numbers], tangents)
-        return _spread(dict(zip(numbers, found, strict=True)), self.results)
 
     def _gradients(self, known: Known) -> Any:
         numbers = [name for name in self.tensors if is_number(known[name])]
         there = [name for name in self.results if known[f"grad_{name}"] is not None]
+        if any(isinstance(known[name], list | tuple) for name in (*numbers, *there)):
+            raise NotImplementedError(
+                f"{self.op} has lists of tensors, and a jvp without a vjp: declare its vjp too"
+            )
 
         def pushed(*tangents: Any) -> list[Any]:
             given = {f"{name}_p": known[name] for name in self.tensors}
             given |= dict.fromkeys(f"{name}_t" for name in self.tensors)
             given |= {f"{name}_t": t for name, t in zip(numbers, tangents, strict=True)}
-            return _of(self.values({**known, **given}), self.results, there, known)
+            values = self.values({**known, **given})
+            each = dict(zip(self.results, _tuple(values, self.results), strict=True))
+            return [_over(each[name], known[name]) for name in there]
 
         grads = [known[f"grad_{name}"] for name in there]
-        found = _transposed(self.op, pushed, [known[name] for name in numbers], grads)
-        return _spread(dict(zip(numbers, found, strict=True)), self.tensors)
+        found = dict(
+            zip(
+                numbers,
+                transposed(pushed, [known[name] for name in numbers], grads),
+                strict=True,
+            )
+        )
+        each = tuple(found.get(name) for name in self.tensors)
+        return each[0] if len(each) == 1 else each
 
 
 def _by_position(names: Sequence[str] | set[str], function: Callable[[Known], Any]) -> Any:
@@ -169,39 +158,13 @@ def _by_position(names: Sequence[str] | set[str], function: Callable[[Known], An
     return lambda *values: function(dict(zip(ordered, values, strict=True)))
 
 
-def _transposed(
-    op: OpOverload, linear: Callable[..., list[Any]], like: list[Any], along: list[Any]
-) -> Sequence[Tensor]:
-    """The transpose of a linear function of tensors like these, applied to tensors."""
-    if not all(isinstance(value, torch.Tensor) for value in (*like, *along)):
-        raise NotImplementedError(
-            f"{op} has lists of tensors and a derivative of one kind: declare its other kind too"
-        )
-    # By the tape, and not by a transform: this may run within a level of torch.func's.
-    create = torch.is_grad_enabled()
-    with torch.enable_grad(), enable_inplace_requires_grad(True):
-        at = [torch.zeros_like(value).requires_grad_() for value in like]
-        values = linear(*at)
-    return torch.autograd.grad(values, at, along, create_graph=create, materialize_grads=True)
+def _tuple(value: Any, names: Sequence[str]) -> Any:
+    return value if len(names) > 1 else (value,)
 
 
-def _of(value: Any, names: Sequence[str], wanted: Sequence[str], known: Known) -> list[Any]:
-    """Those that are wanted, of the shapes of what they belong to, zeros where there is None."""
-    each = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
-    return [_shaped(each[name], known[name]) for name in wanted]
-
-
-def _shaped(value: Tensor | None, like: Tensor) -> Tensor:
-    """What broadcasting has repeated is summed, and what it would repeat is repeated."""
-    if value is None:
-        return torch.zeros_like(like)
-    value = value if value.dim() >= like.dim() else value.expand_as(like)
-    return value if value.shape == like.shape else value.sum_to_size(like.shape)
-
-
-def _spread(found: Mapping[str, Any], names: Sequence[str]) -> Any:
-    each = tuple(found.get(name) for name in names)
-    return each[0] if len(names) == 1 else each
+def _over(tangent: Tensor | None, result: Tensor) -> Tensor:
+    """A tangent over the shape of its result, which broadcasting may have left for here."""
+    return torch.zeros_like(result) if tangent is None else tangent.expand_as(result)
 
 
 def _zeros(like: Any) -> Any:

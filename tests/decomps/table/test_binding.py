@@ -381,3 +381,36 @@ def test_a_condition_of_a_derivative_is_compiled_too() -> None:
 def test_a_row_says_where_it_is_from() -> None:
     assert row_of(aten.mul).entry.fields["self",].startswith("mul_tensor_backward")
     assert repr(vjp(aten.mul)) == "vjp(aten.mul.Tensor)"
+
+
+NO_FORMULA = {
+    "grid_sampler_2d": (X.view(1, 1, 3, 4), X.reshape(1, 3, 2, 2) * 0.37, 0, 0, False),
+    "ormqr": (X, X[:, 0], X[:, :2], True, False),
+    "index_reduce": (X, 0, torch.tensor([0, 0, 2]), X + 3, "prod"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FORMULA)
+def test_a_tangent_that_upstream_has_no_formula_for_is_the_transpose(name: str) -> None:
+    op, args = getattr(aten, name).default, NO_FORMULA[name]
+    assert not row_of(op).tangents
+    steps = [
+        torch.linspace(1, 2, v.numel(), dtype=v.dtype).cos().reshape(v.shape)
+        if isinstance(v, torch.Tensor) and v.is_floating_point()
+        else None
+        for v in args
+    ]
+
+    def moved(h: float) -> Tensor:
+        pairs = zip(args, steps, strict=True)
+        result: Tensor = op(*(v if step is None else v + h * step for v, step in pairs))
+        return result
+
+    (found,) = jvp(op)(steps, args, moved(0))
+    assert_close(found, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-6, atol=1e-7)
+
+
+def test_the_transpose_of_a_kernel_says_what_is_missing() -> None:
+    y = aten._cdist_forward(X, X + 1, 2.0, None)
+    with pytest.raises(RuntimeError, match="_cdist_backward' is not implemented"):
+        jvp(aten._cdist_forward)((X, None), (X, X + 1, 2.0, None), y)
