@@ -107,12 +107,8 @@ def _of_autograd(without: Container[str]) -> dict[OpOverload, Callable[[Function
     if internals.NODES not in without:
         from normpass.decomps.table import traced  # inherits what may be missing
 
-        kernels |= {op: partial(_instead, kernel) for op, kernel in traced.kernels().items()}
+        kernels |= traced.kernels()
     return kernels
-
-
-def _instead(kernel: Function, _: Function) -> Function:
-    return kernel
 
 
 # The rules that were taken out last: C++ holds no reference to the kernel that it is about to call.

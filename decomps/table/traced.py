@@ -4,16 +4,20 @@ wrong, slow, or a graph that grows with a size.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from normpass.decomps.activation.levels import in_transform
 from normpass.decomps.registry import DECLARED, declared_derivatives, find_op
 from normpass.decomps.table.nodes import differentiated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Any
 
     from normpass.decomps.activation.torch_internals import OpOverload
+
+    Function = Callable[..., Any]
 
 OWN = ("aten", "prims")
 """The namespaces of torch's own operators."""
@@ -24,20 +28,38 @@ BETTER = {
     "aten.ormqr.default": "a graph of 20 nodes a column, and a loop over them",
     "aten.logcumsumexp.default": "logarithms of positive and negative gradients apart; NaN after "
     "the second order",
-    "aten.cumprod.default": "looks for zeros, which a trace cannot: all products anew instead",
-    "aten.scatter_reduce.two": "sums over counts of zeros; the tangent of a product of several is "
-    "wrong",
-    "aten.index_reduce.default": "products once more for each zero",
+    "aten.scatter_reduce.two": "a wrong tangent of a product of several, half a gradient of a "
+    "maximum without self",
+    "aten.index_reduce.default": "no forward mode",
+}
+# The same below levels of torch.func alone: for the tape PyTorch's own is as short, and as fast.
+BETTER_IN_TRANSFORMS = {
+    "aten.cumprod.default": "a graph of 10 nodes a column",
 }
 
 
-def kernels() -> dict[OpOverload, Callable[..., Any]]:
-    """What stands at these operators' dispatch key Autograd."""
-    ops = [op for op in map(find_op, BETTER) if op is not None]
-    return {op: differentiated(op) for op in ops} | of_users()
+def kernels() -> dict[OpOverload, Callable[[Function], Function]]:
+    """Operators and, of what the dispatcher would call for Autograd, what stands before it."""
+    found = {op: partial(_instead, differentiated(op)) for op in _there(BETTER)}
+    found |= {
+        op: partial(_in_transforms, differentiated(op)) for op in _there(BETTER_IN_TRANSFORMS)
+    }
+    return found | {op: partial(_instead, kernel) for op, kernel in of_users().items()}
 
 
-def of_users() -> dict[OpOverload, Callable[..., Any]]:
-    """The same of torch's own operators whose derivative somebody has declared."""
+def _there(names: Iterable[str]) -> list[OpOverload]:
+    return [op for op in map(find_op, names) if op is not None]
+
+
+def _instead(kernel: Function, _: Function) -> Function:
+    return kernel
+
+
+def _in_transforms(kernel: Function, own: Function) -> Function:
+    return lambda *args, **kwargs: (kernel if in_transform() else own)(*args, **kwargs)
+
+
+def of_users() -> dict[OpOverload, Function]:
+    """The kernels for Autograd of torch's own operators whose derivative somebody has declared."""
     ops = {op for _, op in DECLARED if not isinstance(op, str) and op.namespace in OWN}
     return {op: differentiated(op) for op in ops if declared_derivatives(op)}
