@@ -244,7 +244,7 @@ class Jvp:
         pairs = [(known[n], tangents[n]) for n in moved]
         places = [k for k, none in enumerate(constant) if not none]
         if self.row.is_list:
-            raise NotImplementedError(f"{self.op} has no forward derivative: its result is a list")
+            raise NotImplementedError(f"{self.op} has no forward derivative: it returns a list")
 
         def pulled(*grads: Any) -> list[Any]:
             each = dict(zip(places, grads, strict=True))
@@ -257,7 +257,12 @@ class Jvp:
             ]
 
         along = [t for pair in pairs for _, _, t in _each(None, *pair) if t is not None]
-        found = transposed(pulled, [results[k] for k in places], along)
+        try:
+            found = transposed(pulled, [results[k] for k in places], along)
+        except RuntimeError as error:  # a backward that is a kernel without a derivative
+            if "not implemented" not in str(error):
+                raise
+            raise NotImplementedError(f"{self.op} has no forward derivative: {error}") from error
         numbers = dict(zip(places, found, strict=True))
         return tuple(numbers.get(k) for k in range(len(results)))
 
