@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from normpass.decomps import activation, registry
+from normpass.decomps.activation.dispatch import look_up_again
 from normpass.decomps.activation.kernels import batched
 from normpass.decomps.activation.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     destroy,
-    dispatch_cache,
 )
 from normpass.decomps.registry import Rule
 from normpass.decomps.table import declared
 from normpass.decomps.table.binding import forget
 from normpass.decomps.table.nodes import differentiated
-from normpass.decomps.table.traced import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +69,8 @@ def derivative(
 
     A "vjp" returns the gradient of the one tensor argument; of several a tuple in the order of the
     schema or a dict by name, None for what has none. A "jvp" returns the tangent of the result, or
-    a tuple. One kind is enough: the other is its transpose, unless lists of tensors are in it.
+    a tuple. One kind is enough: the other is its transpose (of a "jvp" alone only without lists of
+    tensors).
 
     Args:
         op: an operator ("library::name", "library::name.overload", torch.ops.library.name, or what
@@ -178,7 +178,7 @@ def _declare(
     kind: Kind, op: OpOverload, function: Callable[..., Any], source: str, shapes: str, why: str
 ) -> Rule:
     where = f"{getattr(function, '__module__', '?')}: {getattr(function, '__qualname__', '?')}"
-    tensors = ", ".join(f"{a.name}: *{a.name}" for a in op._schema.arguments if _is_tensor(a.type))
+    tensors = ", ".join(f"{name}: *{name}" for name in declared.tensors_of(op))
     rule = Rule(kind, op, str(op), source or where, shapes or f"{tensors} -> ...", why, function)
     with _LOCK:
         other = registry.DECLARED.get(rule.key)
@@ -193,16 +193,12 @@ def _declare(
     return rule
 
 
-def _is_tensor(kind: Any) -> bool:
-    return "Tensor" in str(kind)
-
-
 def _changed(rule: Rule) -> None:
     """Makes true what is declared now of a rule's operator."""
     op = rule.op
     assert op is not None
     forget(op)
-    if op.namespace not in OWN:
+    if op.namespace != "aten":
         has = {kind for kind, declared_op in registry.DECLARED if declared_op == op}
         _put(op, "Autograd", differentiated(op) if has & {"vjp", "jvp"} else None)
         batch = registry.DECLARED.get(("batching", op))
@@ -221,5 +217,4 @@ def _put(op: OpOverload, key: str, kernel: Callable[..., Any] | None) -> None:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             library.impl(op, kernel, key)
         _LIBRARIES[op, key] = library
-    # Which keys have a kernel: the Python dispatcher would call one that is gone.
-    dispatch_cache(op).clear()
+    look_up_again(op)

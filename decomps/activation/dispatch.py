@@ -145,6 +145,25 @@ class _Cache(dict[Any, Any]):
             super().__setitem__(key, kernel)
 
 
+def look_up_again(op: OpOverload) -> None:
+    """For an operator whose kernels in torch.library have changed: the dispatcher would go on
+    calling one that is gone.
+    """
+    with _CHANGING:
+        cache = _cache(op)
+        for key in list(cache):
+            cache.changed.add(key)
+            cache.put(key, _called(op, key))
+
+
+def _cache(op: OpOverload) -> _Cache:
+    cache = internals.dispatch_cache(op)
+    if not isinstance(cache, _Cache):
+        cache = _Cache(op, cache)
+        internals.set_dispatch_cache(op, cache)
+    return cache
+
+
 def _change(op: OpOverload, key: Any, function: Any) -> None:
     """Enters a kernel, or with _ABSENT removes it, and at once what the dispatcher calls for it.
 
@@ -152,10 +171,7 @@ def _change(op: OpOverload, key: Any, function: Any) -> None:
     """
     table = _table(op, key)
     with _CHANGING:
-        cache = internals.dispatch_cache(op)
-        if not isinstance(cache, _Cache):
-            cache = _Cache(op, cache)
-            internals.set_dispatch_cache(op, cache)
+        cache = _cache(op)
         if function is _ABSENT:
             del table[key]
         else:

@@ -34,7 +34,7 @@ def entry(op: OpOverload, functions: Mapping[str, Callable[..., Any]]) -> Entry:
     """
     both = {kind: _Declared(op, kind, function) for kind, function in functions.items()}
     vjp, jvp = both.get("vjp"), both.get("jvp")
-    fields = {_tensors(op): vjp.formula() if vjp is not None else both["jvp"].transposed()}
+    fields = {tensors_of(op): vjp.formula() if vjp is not None else both["jvp"].transposed()}
     if jvp is not None:
         fields[_results(op)] = jvp.formula()
     asked = [vjp is None or vjp.asks_for(name) for name in _results(op)]
@@ -57,7 +57,7 @@ def check(op: OpOverload, kind: str, function: Callable[..., Any]) -> None:
         )
 
 
-def _tensors(op: OpOverload) -> tuple[str, ...]:
+def tensors_of(op: OpOverload) -> tuple[str, ...]:
     """The arguments that are tensors or lists of them."""
     return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
 
@@ -80,7 +80,7 @@ class _Declared:
         self.op, self.kind, self.function = op, kind, function
         self.name = f"{kind} of {op}"
         self.asks = tuple(inspect.signature(function).parameters)
-        self.tensors, self.results = _tensors(op), _results(op)
+        self.tensors, self.results = tensors_of(op), _results(op)
         if kind == "vjp":
             first = ("grad",) if len(self.results) == 1 else ()
             self.linear = (*first, "grads", *(f"grad_{name}" for name in self.results), "needs")

@@ -78,7 +78,8 @@ class Flat:
         mode: Literal["symbolic", "fake"] = (
             "symbolic" if self.mode.shape_env is not None else "fake"
         )
-        trace = make_fx(function, table, tracing_mode=mode, _allow_non_fake_inputs=True)
+        # Without a table torch 2.14 records detach as a view, which has a derivative.
+        trace = make_fx(function, {**(table or {})}, tracing_mode=mode, _allow_non_fake_inputs=True)
         with self.mode, torch.no_grad():
             return trace(*values)
 

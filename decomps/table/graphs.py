@@ -41,8 +41,8 @@ def grad_graph(gm: fx.GraphModule, wrt: Sequence[str] | None = None) -> fx.Graph
     such output is a number without axes, its gradient is one, and no input. A gradient that is zero
     whatever the inputs is a tensor of zeros.
 
-    From torch 2.14 on make_fx records detach() as a view, which a graph cannot tell from one that
-    has a derivative: what is detached there is differentiated.
+    From torch 2.14 on make_fx records detach() as a view, which has a derivative, where it is given
+    no decomposition_table: an empty one will do.
 
     Raises ValueError for a name that gm does not have or whose dtype has no gradients, or where a
     placeholder has no "val"; UnknownRule for an operator that no row and no rule knows;

@@ -92,13 +92,13 @@ class _Call:
         return arguments
 
     def run(self, tensors: Iterable[Any]) -> Any:
-        schema, given = self.op._schema.arguments, self.arguments(tensors)
-        pairs = list(zip(schema, given, strict=True))
-        by_name = {a.name: value for a, value in pairs if a.kwarg_only}
+        row = vjp(self.op).row
+        given = dict(zip(row.arguments, self.arguments(tensors), strict=True))
+        by_name = {name: given.pop(name) for name in row.keywords}
         # What a Function turns off while it runs would be off at outer levels too.
         modes = torch.set_grad_enabled(self.modes[0]), set_fwd_grad_enabled(self.modes[1])
         with modes[0], modes[1], AutoDispatchBelowAutograd():
-            return self.below(*[value for a, value in pairs if not a.kwarg_only], **by_name)
+            return self.below(*given.values(), **by_name)
 
 
 # A Function of one level: what apply() of the public class does below transforms of torch.func is

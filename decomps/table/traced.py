@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     Function = Callable[..., Any]
 
-OWN = ("aten", "prims")
-"""The namespaces of torch's own operators."""
-
 # Operator -> why.
 BETTER = {
     "aten.linalg_householder_product.default": "a graph of 20 nodes a column, and a loop over them",
@@ -61,5 +58,5 @@ def _in_transforms(kernel: Function, own: Function) -> Function:
 
 def of_users() -> dict[OpOverload, Function]:
     """The kernels for Autograd of torch's own operators whose derivative somebody has declared."""
-    ops = {op for _, op in DECLARED if not isinstance(op, str) and op.namespace in OWN}
+    ops = {op for _, op in DECLARED if not isinstance(op, str) and op.namespace == "aten"}
     return {op: differentiated(op) for op in ops if declared_derivatives(op)}

@@ -283,7 +283,7 @@ def test_functions_of_other_kinds(name: str) -> None:
     grads = [torch.full_like(y, k + 1).cos() + y.detach().sin() for k, y in enumerate(ys)]
     pairs = [(y, g) for y, g in zip(ys, grads, strict=True) if y.requires_grad]
     (right,) = torch.autograd.grad([y for y, _ in pairs], x, [g for _, g in pairs])
-    gm = make_fx(function, tracing_mode="symbolic")(X)
+    gm = make_fx(function, {}, tracing_mode="symbolic")(X)  # detach as it is
     graph = normpass.grad_graph(gm)
     torch.manual_seed(1)
     outs, (found,) = graph(X, *grads)
@@ -304,7 +304,7 @@ def test_a_result_that_does_not_depend_on_it() -> None:
         return x.detach() * 2, y.argmax()
 
     x, y = torch.randn(3), torch.randn(3)
-    gm = make_fx(f)(x, y)
+    gm = make_fx(f, {})(x, y)
     _, found = normpass.grad_graph(gm)(x, y, torch.ones(3))
     assert_close(found, [torch.zeros(3), torch.zeros(3)])
     _, found = normpass.jvp_graph(gm)(x, y, x, y)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     Function = Callable[[Tensor], Tensor]
 
+# PyTorch says so at the first call in a process.
+pytestmark = pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")
+
 
 def fixed(*shape: int) -> Tensor:
     n = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64)
