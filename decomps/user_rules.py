@@ -82,7 +82,8 @@ def derivative(
         The rule: called it calls the function, and `remove()` takes it out again.
 
     Raises:
-        ValueError: for an operator that does not exist or writes to an argument, or another kind.
+        ValueError: for an operator that does not exist, writes to an argument or is made of others
+            (CompositeImplicitAutograd), or another kind.
         TypeError: for a parameter that is no such name; the message lists them.
     """
     if kind not in ("vjp", "jvp"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.decomps.activation.torch_internals import DispatchKey
 from normpass.decomps.operators import is_concrete
 from normpass.decomps.table.derivatives_yaml import Entry
 from normpass.decomps.table.formulas import Formula, is_number
@@ -43,10 +44,15 @@ def entry(op: OpOverload, functions: Mapping[str, Callable[..., Any]]) -> Entry:
 
 def check(op: OpOverload, kind: str, function: Callable[..., Any]) -> None:
     """Raises TypeError for a function that asks for what is not known, ValueError for an operator
-    that writes to its arguments.
+    that writes to its arguments or is made of others.
     """
     if op._schema.is_mutable:
         raise ValueError(f"expected an operator that writes to none of its arguments; found {op}")
+    if op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        raise ValueError(
+            f"expected an operator with a kernel; found {op}, which autograd takes for the "
+            "operators that it is made of (CompositeImplicitAutograd), and differentiates those"
+        )
     declared = _Declared(op, kind, function)
     arguments = [a.name for a in op._schema.arguments]
     known = [*arguments, *declared.results, *declared.linear]

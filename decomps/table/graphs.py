@@ -42,7 +42,7 @@ def grad_graph(gm: fx.GraphModule, wrt: Sequence[str] | None = None) -> fx.Graph
     whatever the inputs is a tensor of zeros.
 
     From torch 2.14 on make_fx records detach() as a view, which has a derivative, where it is given
-    no decomposition_table: an empty one will do.
+    no decomposition_table: an empty one will do. This goes for what this function returns, too.
 
     Raises ValueError for a name that gm does not have or whose dtype has no gradients, or where a
     placeholder has no "val"; UnknownRule for an operator that no row and no rule knows;

@@ -285,6 +285,11 @@ def test_again_from_the_same_place_it_replaces_the_first() -> None:
             ValueError,
             "writes to none of its arguments; found aten.add_.Tensor",
         ),
+        (
+            lambda: normpass.rule.derivative("aten::matmul")(lambda grad: (grad, grad)),
+            ValueError,
+            "expected an operator with a kernel; found aten.matmul.default, which autograd takes",
+        ),
         (lambda: normpass.rules()[0].remove(), ValueError, "one of normpass's own"),
     ],
 )
