@@ -45,6 +45,9 @@ GROUP_NORM_NEEDS_EXTENT = RELEASE >= (2, 14)
 # grid_sampler's second derivatives are formulas, and not refused.
 GRID_SAMPLER_TWICE = RELEASE >= (2, 13)
 
+# make_fx with symbolic sizes gives the states of an LSTM an axis of size one too many.
+LSTM_TRACE_HAS_AN_AXIS_MORE = RELEASE <= (2, 11)
+
 # The meta function of miopen_batch_norm says for saved statistics what MIOpen does: the weight's
 # dtype. 2.11's says the input's.
 MIOPEN_META_IS_RIGHT = RELEASE > (2, 11)

@@ -216,6 +216,6 @@ def _put(op: OpOverload, key: str, kernel: Callable[..., Any] | None) -> None:
         library = torch.library.Library(op.namespace, "IMPL")
         with warnings.catch_warnings():  # that is the purpose
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            library.impl(op, kernel, key)
+            library.impl(op, kernel, key, allow_override=True)  # the default from 2.13 on
         _LIBRARIES[op, key] = library
     look_up_again(op)
