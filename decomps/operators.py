@@ -18,6 +18,7 @@ from normpass.decomps.activation.torch_internals import (
     DispatchKey,
     DispatchKeySet,
     SetExcludeDispatchKeyGuard,
+    TracingContext,
     after_autograd_keyset,
     is_excluded,
     len_torch_dispatch_stack,
@@ -79,6 +80,13 @@ def is_concrete(value: torch.Tensor) -> bool:
     traced = torch.compiler.is_compiling() or len_torch_dispatch_stack() > 0
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
     return plain and not traced and not is_wrapped(value)
+
+
+def is_recorded_apart() -> bool:
+    """Whether a graph is being recorded that may be differentiated afterwards: by make_fx itself,
+    and not for torch.compile, which has the tape in its graph.
+    """
+    return len_torch_dispatch_stack() > 0 and TracingContext.try_get() is None
 
 
 def is_differentiated(args: tuple[Any, ...]) -> bool:

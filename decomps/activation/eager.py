@@ -7,7 +7,9 @@ Three kinds of entries, for register(eager=True):
     Autograd           A norm's backward, where a graph of it is kept (create_graph): the operator
                        itself, whose derivative is ours. So a second order costs what it did, and a
                        third is right.
-    FuncTorchBatched   Operators with a batching rule of ours, instead of functorch's.
+    FuncTorchBatched   Operators with a batching rule of ours: where a derivative of it may be asked
+                       for, in halves, and where running statistics are written. Elsewhere, and that
+                       is nearly everywhere, functorch's own rule: it is in C++.
 
 An entry stands before torch's kernel for every device. That kernel is asked for first and called
 from ours, through `torch.library.get_kernel` (from torch 2.10 on).
@@ -31,7 +33,7 @@ from normpass.decomps.activation.kernels import (
     second_derivative,
     with_constants,
 )
-from normpass.decomps.activation.levels import needs_composition_of
+from normpass.decomps.activation.levels import may_be_differentiated, needs_composition_of
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class EagerRules:
                 if internals.BATCHING not in without:
                     for op, rule in by_op("batching").items():
                         if op.namespace == "aten":
-                            rules._enter(op, batched(op, rule), "FuncTorchBatched")
+                            rules._enter(op, _batched(op, rule), "FuncTorchBatched")
                 for op, kernel in theirs.items():
                     rules._enter(op, _of_arguments(kernel), "Autograd")
         except BaseException:
@@ -79,7 +81,7 @@ class EagerRules:
         return rules
 
     def _enter(self, op: OpOverload, kernel: Function, key: str) -> None:
-        self.library.impl(op, kernel, key, with_keyset=key == "Autograd")
+        self.library.impl(op, kernel, key, with_keyset=True)
         entered = "AutogradCPU" if key == "Autograd" else key
         self.kept.append(torch.library.get_kernel(op, entered))
 
@@ -145,17 +147,56 @@ def _backward(op: OpOverload, rule: Function) -> Function:
     return kernel
 
 
+def _batched(op: OpOverload, rule: Rule) -> Function:
+    """functorch's own rule where it is right. It takes what a norm saved for constants, writes
+    running statistics into copies, and lets normalized_shape reach into the batch axis.
+    """
+    ours = batched(op, rule)
+    own = _functorchs(op)
+    names = [argument.name for argument in op._schema.arguments]
+    running = [n for n, name in enumerate(names) if name.startswith("running")]
+    inner = names.index("normalized_shape") if "normalized_shape" in names else None
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        values = positional(op, args, kwargs)
+        if (
+            own is None
+            or not _is_plain(values)
+            or any(values[n] is not None for n in running)
+            or (inner is not None and values[0].dim() < len(values[inner]))
+            or may_be_differentiated(values)
+        ):
+            return ours(*values)
+        return own(keyset, *values)
+
+    return kernel
+
+
+def _functorchs(op: OpOverload) -> Function | None:
+    """functorch's own kernel, if it is a rule and no loop over examples."""
+    if not internals.has_kernel(op.name(), "FuncTorchBatched"):
+        return None
+    return torch.library.get_kernel(op, "FuncTorchBatched").call_boxed
+
+
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_plain(values: Iterable[Any]) -> bool:
     """Whether torch computes with these in their own precision."""
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return dtypes in _PLAIN
+    found = None
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            dtype = value.dtype
+            if dtype is not found:
+                if found is not None or dtype not in _PLAIN:
+                    return False
+                found = dtype
+    return found is not None
 
 
-_PLAIN = ({torch.float32}, {torch.float64})
+_PLAIN = (torch.float32, torch.float64)
 
 
 def _differentiated(op: OpOverload, rule: Function) -> Any:

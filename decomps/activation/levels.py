@@ -13,6 +13,7 @@ from normpass.decomps.activation.torch_internals import (
     PYTHON_TLS_SNAPSHOT,
     VMAP,
     AutoDispatchBelowAutograd,
+    Missing,
     SetExcludeDispatchKeyGuard,
     VmapInfo,
     VmapInterpreter,
@@ -47,16 +48,25 @@ def at_jvp() -> bool:
     return top is not None and top.key() == JVP
 
 
+# A level's kind as a number: to compare two kinds as they are takes microseconds.
+_GRAD, _JVP, _VMAP = (-1 if isinstance(k, Missing) else int(k) for k in (GRAD, JVP, VMAP))
+
+
+def _kinds() -> list[int]:
+    """The kinds of all levels, from the outermost on."""
+    if not in_transform():
+        return []
+    return [int(interpreter.key()) for interpreter in get_interpreter_stack() or ()]
+
+
 def needs_composition() -> bool:
     """Whether derivatives are asked for that an operator's own formulas need not give: any in
     forward mode, and those of more than one level.
     """
     if in_forward_mode():
         return True
-    if not in_transform():
-        return False
-    kinds = [i.key() for i in get_interpreter_stack() or ()]
-    return JVP in kinds or kinds.count(GRAD) > 1
+    kinds = _kinds()
+    return _JVP in kinds or kinds.count(_GRAD) > 1
 
 
 def needs_composition_of(values: Iterable[Any]) -> bool:
@@ -64,16 +74,14 @@ def needs_composition_of(values: Iterable[Any]) -> bool:
     there for one level of forward mode over one of reverse mode at the most, if nothing outside of
     them asks for a derivative too.
     """
-    forward = in_forward_mode()
-    stack = get_interpreter_stack() if in_transform() else None
-    if not stack:
+    forward, kinds = in_forward_mode(), _kinds()
+    if not kinds:
         return forward and any(map(_is_recorded, values))
-    kinds = [i.key() for i in stack]
-    if kinds != [JVP, GRAD]:  # with vmap in it, the backward's batching rule would be derived
-        kinds = [kind for kind in kinds if kind != VMAP]
-        if kinds == [GRAD] and not forward:
+    if kinds != [_JVP, _GRAD]:  # with vmap in it, the backward's batching rule would be derived
+        kinds = [kind for kind in kinds if kind != _VMAP]
+        if kinds == [_GRAD] and not forward:
             return False
-        if kinds not in ([], [JVP]):
+        if kinds not in ([], [_JVP]):
             return True
     return any(map(_is_recorded, values))
 
@@ -153,10 +161,9 @@ def below(target: Tensor, value: Tensor, refusal: str) -> Iterator[tuple[Tensor,
 
 def may_be_differentiated(values: Iterable[Any]) -> bool:
     """Whether somebody may ask for a derivative of these: a level, or the tape."""
-    if in_forward_mode() or any(map(_is_recorded, values)):
+    if in_forward_mode() or any(kind != _VMAP for kind in _kinds()):
         return True
-    stack = get_interpreter_stack() if in_transform() else None
-    return any(interpreter.key() != VMAP for interpreter in stack or ())
+    return any(map(_is_recorded, values))
 
 
 def constant(value: Tensor) -> Tensor:

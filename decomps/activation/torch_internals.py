@@ -108,6 +108,9 @@ INTERNALS = {
     "len_torch_dispatch_stack": _c(
         "_len_torch_dispatch_stack", RULES, "how many modes see a call: operators"
     ),
+    "TracingContext": Internal(
+        "torch._guards.TracingContext", RULES, "what torch.compile traces: operators"
+    ),
     "PYTHON_TLS_SNAPSHOT": _c("DispatchKey.PythonTLSSnapshot", RULES, "a key: levels"),
     "FUNCTORCH_BATCHED": _c("DispatchKey.FuncTorchBatched", BATCHING, "vmap's key: kernels"),
     "PYTHON": _c("DispatchKey.Python", ZEROS, "the key of modes: dispatch"),
@@ -185,6 +188,9 @@ INTERNALS = {
         "torch.fx.experimental.proxy_tensor.track_tensor", ZEROS, "names a node: zero_tensors"
     ),
     # Libraries of kernels
+    "has_kernel": _c(
+        "_dispatch_has_kernel_for_dispatch_key", EAGER, "whether it is more than a fallback: eager"
+    ),
     "_destroy": Internal("torch.library.Library._destroy", EAGER, "takes kernels out: eager"),
     # Inductor
     "inductor_decompositions": Internal(

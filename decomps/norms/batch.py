@@ -21,6 +21,7 @@ from normpass.decomps.manual import Gradient, Mask3, Tangent, Weight, manual
 from normpass.decomps.norms.standardized import (
     Standardized,
     affine,
+    attached,
     may_be_differentiated,
     recomputed,
 )
@@ -282,6 +283,8 @@ def batch_norm_backward_batch_rule(
     """See `batch_norm_backward`, whose sums are per example, that is per v and c."""
     stats = (running_mean, running_var, save_mean, save_invstd)
     g, x, w, mean, var, kept, rstd = fronts((grad_out, input, weight, *stats), in_dims[:7])
+    if train:
+        kept, rstd = attached(x, kept, rstd, _reduced(x, 1), g, w)
     found = batch_norm_backward(g, x, w, mean, var, kept, rstd, train, eps, output_mask, v=1)
     dx, dweight, dbias = (u if there else None for u, there in zip(found, output_mask, strict=True))
     g_dim, x_dim, w_dim, *rest = in_dims[:7]

@@ -27,6 +27,7 @@ from normpass.decomps.norms.standardized import (
     EPS,
     Standardized,
     affine,
+    attached,
     may_be_differentiated,
     recomputed,
 )
@@ -161,7 +162,9 @@ def layer_norm_backward(
     dweight = sum_n(g * x_hat)
     dbias   = sum_n(g)
     """
-    outer, _ = outer_and_inner(x, normalized_shape)
+    outer, inner = outer_and_inner(x, normalized_shape)
+    if v:
+        mean, rstd = attached(x, mean, rstd, inner, g, weight)
     norm = _standardized(x, mean, rstd, normalized_shape)
     return norm.gradients(g, trailing(weight, x.dim(), v), outer[v:], output_mask)
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.decomps.activation import levels
 from normpass.decomps.axes import sum_over
 from normpass.decomps.conventions import working
 from normpass.decomps.neutral import ZERO
-from normpass.decomps.operators import is_concrete, is_differentiated
+from normpass.decomps.operators import is_concrete, is_differentiated, is_recorded_apart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,3 +133,22 @@ def recomputed(x: Tensor, rstd: Tensor, axes: Sequence[int]) -> tuple[Tensor, Te
     var = (x - mean).square().mean(axes, keepdim=True)  # torch.var warns of an empty x
     eps = (rstd.to(x.dtype).view(var.shape).pow(-2) - var).detach()
     return mean, torch.rsqrt(var + eps)
+
+
+def attached(
+    x: Tensor, mean: Any, rstd: Any, axes: Sequence[int], *others: Tensor | None
+) -> tuple[Any, Any]:
+    """The statistics that were saved of x: as they are, and with x's derivatives where one is asked
+    for.
+
+    For a backward's batching rule: below vmap it is no operator any more whose derivative knows of
+    them. To its primitives they are what a norm's forward saved, which is constant. Statistics that
+    are none of this x (others are batched) stay so.
+    """
+    if mean is None or rstd is None or mean.shape[0] != x.shape[0]:
+        return mean, rstd
+    if not (is_recorded_apart() or levels.may_be_differentiated((x, *others))):
+        return mean, rstd
+    fresh, fresh_rstd = recomputed(x, rstd, axes)
+    same = fresh + (mean.view(fresh.shape) - fresh).detach()
+    return same.view(mean.shape), fresh_rstd.view(rstd.shape)
