@@ -101,7 +101,7 @@ def per_sample(norm: Callable[[int], nn.Module]) -> Callable[[], Any]:
     return lambda: step(parameters, x)
 
 
-WHAT = {
+WHAT: dict[str, Callable[[Callable[[int], nn.Module]], Callable[[], Any]]] = {
     "training step": training,
     "jvp": tangent,
     "jvp on the tape": partial(tangent, recorded=True),
@@ -114,7 +114,7 @@ WHAT = {
 def cases() -> dict[str, Callable[[], Any]]:
     from torch import nn
 
-    norms = {
+    norms: dict[str, Callable[[int], nn.Module]] = {
         "layer norm": nn.LayerNorm,
         "batch norm": partial(nn.BatchNorm1d, track_running_stats=False),
     }

@@ -76,14 +76,19 @@ def needs_composition_of(values: Iterable[Any]) -> bool:
     """
     forward, kinds = in_forward_mode(), _kinds()
     if not kinds:
-        return forward and any(map(_is_recorded, values))
+        return forward and _are_recorded(values)
     if kinds != [_JVP, _GRAD]:  # with vmap in it, the backward's batching rule would be derived
         kinds = [kind for kind in kinds if kind != _VMAP]
         if kinds == [_GRAD] and not forward:
             return False
         if kinds not in ([], [_JVP]):
             return True
-    return any(map(_is_recorded, values))
+    return _are_recorded(values)
+
+
+def _are_recorded(values: Iterable[Any]) -> bool:
+    """Whether the tape below all levels records what is done with these."""
+    return torch.is_grad_enabled() and any(map(_is_recorded, values))
 
 
 def _is_recorded(value: Any) -> bool:
@@ -163,7 +168,7 @@ def may_be_differentiated(values: Iterable[Any]) -> bool:
     """Whether somebody may ask for a derivative of these: a level, or the tape."""
     if in_forward_mode() or any(kind != _VMAP for kind in _kinds()):
         return True
-    return any(map(_is_recorded, values))
+    return _are_recorded(values)
 
 
 def constant(value: Tensor) -> Tensor:

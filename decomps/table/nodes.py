@@ -112,9 +112,10 @@ class _Node(SingleLevelFunction):  # type: ignore[misc]
         flat, call.results = tree_flatten(results)
         row = vjp(call.op).row
         constant = row.is_constant(row.known(call.arguments(tensors), results))
-        if not row.is_list:
-            fixed = [y for y, none in zip(flat, constant, strict=True) if none]
-            ctx.mark_non_differentiable(*(y for y in fixed if isinstance(y, torch.Tensor)))
+        ctx.fixed = [False] * len(flat) if row.is_list else list(constant)
+        ctx.mark_non_differentiable(
+            *(y for y, fixed in zip(flat, ctx.fixed, strict=True) if fixed and y is not None)
+        )
         ctx.call, ctx.number = call, len(tensors)
         ctx.save_for_backward(*tensors, *flat)
         ctx.save_for_forward(*tensors, *flat)
@@ -142,8 +143,11 @@ class _Node(SingleLevelFunction):  # type: ignore[misc]
         with set_fwd_grad_enabled(ctx.call.modes[1]):
             call, args, results = _known(ctx, _without_tangent)
             moved = jvp(call.op)(_by_argument(call, tangents), args, results)
-            pairs = zip(tree_leaves(list(moved)), tree_leaves(results), strict=True)
-            return tuple(torch.zeros_like(y) if t is None and is_number(y) else t for t, y in pairs)
+            flat = zip(ctx.fixed, tree_leaves(list(moved)), tree_leaves(results), strict=True)
+            return tuple(
+                torch.zeros_like(y) if t is None and is_number(y) and not fixed else t
+                for fixed, t, y in flat
+            )
 
 
 def _without_tangent(value: Tensor) -> Tensor:

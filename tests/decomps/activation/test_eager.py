@@ -13,9 +13,10 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 import workers
 from torch._subclasses import FakeTensorMode
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 from normpass.decomps.activation import eager, is_registered, register, registered, unregister
+from normpass.decomps.activation.levels import needs_composition_of
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
@@ -255,6 +256,21 @@ def test_a_norm_does_not_reach_into_the_examples() -> None:
     torch.testing.assert_close(vmap(norm)(x), norm(x))
     with registered(eager=True), pytest.raises(RuntimeError, match=r"input of size\[4\]"):
         vmap(norm)(x)
+
+
+def test_without_gradients_a_tangent_is_the_operators_own() -> None:
+    """The composition takes twice as long, and is for who asks for a gradient of the tangent."""
+    asked: list[bool] = []
+
+    def norm(x: Tensor) -> Tensor:
+        asked.append(needs_composition_of((x,)))
+        return F.layer_norm(x, (4,))
+
+    x = torch.randn(3, 4, requires_grad=True)
+    jvp(norm, (x,), (x,))
+    with torch.no_grad():
+        jvp(norm, (x,), (x,))
+    assert asked == [True, False]
 
 
 @pytest.mark.usefixtures("rules")

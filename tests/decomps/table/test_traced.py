@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import normpass
 from normpass.decomps.registry import find_op
+from normpass.decomps.table.nodes import differentiated
 from normpass.decomps.table.traced import BETTER, BETTER_IN_TRANSFORMS
 
 if TYPE_CHECKING:
@@ -183,3 +185,17 @@ def test_without_registration_torchs_own_are_in_force() -> None:
     with normpass.registered():
         assert op.py_kernels != before
     assert op.py_kernels == before
+
+
+def test_results_without_a_derivative_in_forward_mode() -> None:
+    """What a norm saves has none, and is a floating tensor all the same."""
+    op = torch.ops.aten.native_layer_norm.default
+    kernel = differentiated(op)
+    x, v = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    with forward_ad.dual_level():
+        found = kernel(forward_ad.make_dual(x, v), [4], None, None, 1e-5)
+        tangents = [forward_ad.unpack_dual(y).tangent for y in found]
+        right = op(forward_ad.make_dual(x, v), [4], None, None, 1e-5)
+        expected = forward_ad.unpack_dual(right[0]).tangent
+    assert_close(tangents[0], expected)
+    assert tangents[1:] == [None, None]
