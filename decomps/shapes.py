@@ -1,9 +1,11 @@
 """The notation of shapes, read and put to sizes: "x: *n d, weight: d -> y: *n d".
 
-    d     an axis
-    2d    an axis twice as long as d
-    *n    any number of axes
-    1, 0  an axis of this length
+    d         an axis
+    2d        an axis twice as long as d
+    d/2+1     an axis of the quotient, rounded down, and one: half a spectrum
+    min(s,n)  an axis as long as the shorter of the two
+    *n        any number of axes
+    1, 0      an axis of this length
 
 A list of tensors has the shape of each of them. A batching rule's `v` is the axis of vmap.
 """
@@ -14,12 +16,17 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Axes = tuple[str, ...]
 
 _AXIS = re.compile(r"\*[a-z]\w*|\d*[a-z]\w*|\d+")
+_QUOTIENT = re.compile(r"([a-z]\w*)/(\d+)(?:\+(\d+))?")
+_SHORTER = re.compile(r"min\(([a-z]\w*),([a-z]\w*)\)")
+_NOTATION = (_AXIS, _QUOTIENT, _SHORTER)
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,10 @@ def parse(text: str) -> Shapes:
 
 def _tensors(text: str) -> dict[str, Axes]:
     found: dict[str, Axes] = {}
-    for part in text.split(","):
+    for part in re.split(r",(?![^(]*\))", text):  # at no comma in brackets
         name, colon, axes = part.strip().partition(":")
         terms = tuple(axes.split())
-        wrong = [term for term in terms if not _AXIS.fullmatch(term)]
+        wrong = [t for t in terms if not any(kind.fullmatch(t) for kind in _NOTATION)]
         if not colon or not name.isidentifier() or wrong or name in found:
             raise ValueError(f"expected 'name: axes', such as 'x: *n 2d', found {part.strip()!r}")
         found[name] = terms
@@ -57,13 +64,24 @@ def put(axes: Axes, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
         if term.startswith("*"):
             shape.extend(sizes[term])
         else:
-            times, axis = _split(term)
-            shape.append(times * sizes[axis] if axis else times)
+            shape.append(_length(term, sizes))
     return tuple(shape)
+
+
+def _length(term: str, sizes: Mapping[str, Any]) -> Any:
+    if found := _QUOTIENT.fullmatch(term):
+        axis, by, more = found.groups("0")
+        return sizes[axis] // int(by) + int(more)
+    if found := _SHORTER.fullmatch(term):
+        return torch.sym_min(*(sizes[axis] for axis in found.groups()))
+    times, axis = _split(term)
+    return times * sizes[axis] if axis else times
 
 
 def bind(axes: Axes, shape: Sequence[Any], ranks: Mapping[str, int]) -> dict[str, Any]:
     """The sizes with which these axes have this shape. ranks: how many axes "*n" stands for.
+
+    A quotient or the shorter of two tells no size.
 
     Raises ValueError where the numbers of axes differ.
     """
@@ -74,6 +92,8 @@ def bind(axes: Axes, shape: Sequence[Any], ranks: Mapping[str, int]) -> dict[str
     for term in axes:
         if term.startswith("*"):
             found[term], left = tuple(left[: ranks[term]]), left[ranks[term] :]
+        elif not _AXIS.fullmatch(term):
+            left.pop(0)
         else:
             times, axis = _split(term)
             size = left.pop(0)

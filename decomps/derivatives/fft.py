@@ -27,12 +27,11 @@ def _complex(given: Arguments) -> torch.dtype | None:
 
 
 @manual(
-    "grad: *n m -> dself: *n d",
+    "grad: *n m -> dself: *n m/2+1",
     dtype=_complex,
     sample=lambda self: {
         "self": torch.complex(self.real, self.real.sin()),
         "dim": [self.dim() - 1],
-        "last_dim_size": 2 * self.shape[-1] - 1,
     },
     of="_fft_c2r",
 )

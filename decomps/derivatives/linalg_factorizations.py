@@ -146,7 +146,10 @@ def _check_qr(mode: str, Q: Tensor, R: Tensor) -> None:
         )
 
 
-@manual("gQ: *b s n, gR: *b n n, Q: *b s n, R: *b n n -> dA: *b s n", of="linalg_qr")
+@manual(
+    "gQ: *b s min(s,n), gR: *b min(s,n) n, Q: *b s min(s,n), R: *b min(s,n) n -> dA: *b s n",
+    of="linalg_qr",
+)
 def linalg_qr_backward(gQ: Gradient, gR: Gradient, Q: Tensor, R: Tensor, mode: str) -> Tensor:
     """A = Q R:  dA = (gQ + Q (T + T^H)) R^-H,  T = triu(M) - diag(M) / 2,  M = gR R^H - Q^H gQ
 
@@ -166,7 +169,10 @@ def linalg_qr_backward(gQ: Gradient, gR: Gradient, Q: Tensor, R: Tensor, mode: s
     return pad(dA, (0, n - k)) if absent(beyond) else torch.cat([dA, Q @ beyond], -1)
 
 
-@manual("dA: *b s n, Q: *b s n, R: *b n n -> dQ: *b s n, dR: *b n n", of="linalg_qr")
+@manual(
+    "dA: *b s n, Q: *b s min(s,n), R: *b min(s,n) n -> dQ: *b s min(s,n), dR: *b min(s,n) n",
+    of="linalg_qr",
+)
 def linalg_qr_jvp(dA: Tangent, Q: Tensor, R: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """A = Q R:  dQ = X - Q T,  dR = T R,  T = triu(S) - diag(S) / 2,  S = sym(Q^H X),  X = dA R^-1
 

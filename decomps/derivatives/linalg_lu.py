@@ -26,7 +26,9 @@ def _grown(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @manual(
-    "L_grad: *b s n, U_grad: *b n n, P: *b s s, L: *b s n, U: *b n n -> dA: *b s n", of="linalg_lu"
+    "L_grad: *b s min(s,n), U_grad: *b min(s,n) n, P: *b s s, L: *b s min(s,n), U: *b min(s,n) n "
+    "-> dA: *b s n",
+    of="linalg_lu",
 )
 def linalg_lu_backward(
     L_grad: Gradient, U_grad: Gradient, P: Tensor, L: Tensor, U: Tensor, pivot: bool
@@ -51,7 +53,11 @@ def _unit_adjoint(L: Tensor, X: Tensor) -> Tensor:
     return solve_triangular(L.mH, X, upper=True, unitriangular=True)
 
 
-@manual("dA: *b s n, P: *b s s, L: *b s n, U: *b n n -> dL: *b s n, dU: *b n n", of="linalg_lu")
+@manual(
+    "dA: *b s n, P: *b s s, L: *b s min(s,n), U: *b min(s,n) n "
+    "-> dL: *b s min(s,n), dU: *b min(s,n) n",
+    of="linalg_lu",
+)
 def linalg_lu_jvp(
     dA: Tangent, P: Tensor, L: Tensor, U: Tensor, pivot: bool
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +84,7 @@ def _of_factors(LU: Tensor) -> tuple[Any, Any]:
     return (..., slice(k)), (..., slice(k), slice(None))
 
 
-@manual("grad: *b s n, LU: *b s n, pivs: *b n -> dA: *b s n", of="linalg_lu_factor_ex")
+@manual("grad: *b s n, LU: *b s n, pivs: *b min(s,n) -> dA: *b s n", of="linalg_lu_factor_ex")
 def lu_factor_ex_backward(grad: Gradient, LU: Tensor, pivs: Tensor, pivot: bool) -> Tensor:
     """tril(LU, -1) + I = L,  triu(LU) = U:  as of L and of U"""
     in_L, in_U = _of_factors(LU)
@@ -86,7 +92,7 @@ def lu_factor_ex_backward(grad: Gradient, LU: Tensor, pivs: Tensor, pivot: bool)
     return linalg_lu_backward(grad[in_L], grad[in_U], P, L, U, pivot)
 
 
-@manual("dA: *b s n, LU: *b s n, pivs: *b n -> dLU: *b s n", of="linalg_lu_factor_ex")
+@manual("dA: *b s n, LU: *b s n, pivs: *b min(s,n) -> dLU: *b s n", of="linalg_lu_factor_ex")
 def lu_factor_ex_jvp(dA: Tangent, LU: Tensor, pivs: Tensor, pivot: bool) -> Tensor:
     """LU = L - I + U:  dLU = dL + dU"""
     P, L, U = torch.lu_unpack(LU, pivs, unpack_pivots=pivot)
@@ -95,7 +101,7 @@ def lu_factor_ex_jvp(dA: Tangent, LU: Tensor, pivs: Tensor, pivot: bool) -> Tens
 
 
 @manual(
-    "L_grad: *b s n, U_grad: *b n n -> dLU_data: *b s n",
+    "L_grad: *b s min(s,n), U_grad: *b min(s,n) n -> dLU_data: *b s n",
     of="lu_unpack",
     sample=lambda LU_data: {"LU_pivots": lu_factor(LU_data)[1]},
 )

@@ -65,7 +65,8 @@ _SVD_PHASES = (
 
 
 @manual(
-    "gU: *b s n, gS: *b n, gVh: *b n n, U: *b s n, S: *b n, Vh: *b n n -> dA: *b s n",
+    "gU: *b s min(s,n), gS: *b min(s,n), gVh: *b min(s,n) n, "
+    "U: *b s min(s,n), S: *b min(s,n), Vh: *b min(s,n) n -> dA: *b s n",
     dtype=like("U"),
     of="_linalg_svd",
     sample=lambda A: {"A": _spread(A)},
@@ -95,7 +96,8 @@ def svd_backward(
 
 
 @manual(
-    "dA: *b s n, U: *b s n, S: *b n, Vh: *b n n -> dU: *b s n, dS: *b n, dVh: *b n n",
+    "dA: *b s n, U: *b s min(s,n), S: *b min(s,n), Vh: *b min(s,n) n "
+    "-> dU: *b s min(s,n), dS: *b min(s,n), dVh: *b min(s,n) n",
     of="_linalg_svd",
     sample=lambda A: {"A": _spread(A)},
 )
