@@ -109,7 +109,7 @@ def _slope(x: Tensor, norm: Tensor, p: float, axes: Ints) -> Tensor:
     if math.isinf(p):
         size = x.abs()
         extreme = (size == norm) | size.isnan()
-        return x.sgn() * (extreme / extreme.sum(list(axes), keepdim=True))
+        return x.sgn() * extreme / extreme.sum(list(axes), keepdim=True)
     nothing = norm == 0
     # Divided by one where it is zero: an infinity would come back as NaN with the next derivative.
     norm = norm.masked_fill(nothing, 1)

@@ -129,7 +129,11 @@ def test_right_with_the_mend_in_graphs_of_others() -> None:
     assert error(CASES["pooled"], "inductor") < 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    # Volumes go the way of images, and take a quarter of a minute.
+    [pytest.param(n, marks=[pytest.mark.sweep] * (n == "pooled_volume")) for n in CASES],
+)
 def test_right_with_sizes_that_vary(name: str) -> None:
     """And no mend meets a size it cannot handle: conftest.py fails a test with a reported fault."""
     assert error(CASES[name], dynamic=True) < 1

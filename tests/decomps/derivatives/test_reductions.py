@@ -251,6 +251,14 @@ def test_a_norms_second_derivative_goes_through_the_norm(dtype: torch.dtype, p: 
     assert torch.autograd.gradcheck(first, (x.requires_grad_(), g.requires_grad_()))
 
 
+@pytest.mark.parametrize("p", [math.inf, -math.inf])
+def test_three_that_are_the_largest_have_a_third_each(p: float) -> None:
+    """In the precision of x: the number of them is an integer, and 1 / 3 of integers is float32."""
+    x = torch.tensor([2, -2, 2], dtype=torch.float64)
+    found = ops.norm_backward(torch.ones((), dtype=torch.float64), x, p, x[0], [0], False)
+    assert_close(found, x / 6, rtol=1e-15, atol=0)
+
+
 def test_what_is_not_given_has_no_derivative() -> None:
     x, y = torch.randn(3, 4), torch.randn(3)
     assert derivative("sum_backward")(None, [3, 4], [1], False) is None
