@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import samples as made
 import torch
-from samples import Sample, shapes_of, tensors_in
+from samples import Sample, is_number, shapes_of, tensors_in
 from stand_ins import replaced
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from normpass.decomps.registry import decompositions
 from normpass.decomps.shapes import bind
@@ -37,6 +38,8 @@ OPCHECKS = (
     "test_aot_dispatch_dynamic",
 )
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+# Rules whose primitives the vmap of torch.autograd, an old one, has no rule for (torch 2.13).
+NOT_IN_BATCHES = ("block_diag_jvp",)
 
 
 def results(value: Any) -> list[Any]:
@@ -191,9 +194,17 @@ def _leaves(given: Sample) -> list[Tensor]:
 
 def check_derivatives(given: Sample) -> None:
     """gradcheck and gradgradcheck of the rule in all of its tensors, by finite differences, in
-    reverse and forward mode.
+    reverse and forward mode and in batches of both.
     """
-    assert gradcheck(_of_numbers(given), _leaves(given), check_forward_ad=True, fast_mode=True)
+    batched = given.rule.name not in NOT_IN_BATCHES
+    assert gradcheck(
+        _of_numbers(given),
+        _leaves(given),
+        check_forward_ad=True,
+        check_batched_grad=batched,
+        check_batched_forward_grad=batched,
+        fast_mode=True,
+    )
     assert gradgradcheck(_of_numbers(given), _leaves(given), fast_mode=True)
 
 
@@ -222,6 +233,43 @@ def _derivative(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
         return d + 0 * t
 
     return derivative
+
+
+def check_vmap(first: Sample, second: Sample, dim: int) -> None:
+    """Over all of its tensors, batched along this axis, it is a loop over the two examples."""
+    each = [tensors_in(one.given) for one in (first, second)]
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        left = iter(tensors)
+        given = tree_map_only(torch.Tensor, lambda _: next(left), first.given)
+        return tuple(tensors_in(replace(first, given=given)()))
+
+    found = torch.vmap(call, dim)(*(torch.stack(pair, dim) for pair in zip(*each, strict=True)))
+    for f, *pair in zip(found, *(call(*tensors) for tensors in each), strict=True):
+        same(f, torch.stack(pair))
+
+
+def check_half(given: Sample, dtype: torch.dtype) -> None:
+    """In half precision the result is in it, and float64's of what was given, rounded once."""
+
+    def in_precision(of: torch.dtype, values: dict[str, Any]) -> Sample:
+        def cast(v: Any) -> Any:
+            known = v in (torch.float64, dtype) if isinstance(v, torch.dtype) else False
+            return v.to(of) if is_number(v) else of if known else v
+
+        return replace(given, given=tree_map(cast, values))
+
+    half = in_precision(dtype, given.given)
+    pairs = zip(*map(tensors_in, (half(), in_precision(torch.float64, half.given)())), strict=True)
+    for found, expected in pairs:
+        assert found.dtype == dtype, f"{found.dtype}, not {dtype}"
+        atol = _rounding(expected, dtype)
+        assert_close(found.double(), expected, rtol=0, atol=atol, equal_nan=True)
+
+
+def _rounding(value: Tensor, dtype: torch.dtype) -> float:
+    largest = value.abs().max().item() if value.numel() else 0.0
+    return torch.finfo(dtype).eps * max(largest, 1.0)
 
 
 def check_linear(given: Sample) -> None:

@@ -131,6 +131,9 @@ REAL_ONLY = {
     **dict.fromkeys(GRID_SAMPLERS, _NO_KERNEL),
 }
 
+# Formulas of complex numbers, which have no halves.
+NO_HALVES = ("fft_c2r_backward", "fft_r2c_backward", "polar_backward")
+
 # What the slow checks are always run for: of each kind and each way to be made.
 ALWAYS = {
     "aten.native_group_norm_backward.default",
@@ -317,6 +320,19 @@ def test_a_formula_is_the_derivative_that_it_says(rule: Rule, dtype: torch.dtype
 @each(FORMULAS, slow=True)
 def test_opcheck(rule: Rule) -> None:
     generated.check_operator(given(rule)[0])
+
+
+@each(FORMULAS)
+def test_a_formula_under_vmap_is_a_loop(rule: Rule) -> None:
+    # A formula of strides reads them off its tensors: a last axis would change them.
+    dim = 0 if module(rule) == "strides" else -1
+    generated.check_vmap(given(rule)[0], given(rule)[0], dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each([rule for rule in FORMULAS if rule.name not in NO_HALVES])
+def test_half_precision_is_rounded_once(rule: Rule, dtype: torch.dtype) -> None:
+    generated.check_half(given(rule)[0], dtype)
 
 
 # --- derivatives of backward operators ----------------------------------------------------------

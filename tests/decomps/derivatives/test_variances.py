@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import formula_modes
 import oracles
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.testing import assert_close
 from normpass.decomps.registry import rules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -71,10 +70,6 @@ def assert_same(found: Any, expected: Any) -> None:
             torch.zeros_like(there[0]) if v is None else v for v in (found, expected)
         )
         assert_close(found, expected, **TIGHT)
-
-
-def results(value: Any) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, torch.Tensor) else value
 
 
 def moments(x: Tensor, dim: Sequence[int] | None, correction: float | None, keepdim: bool) -> Any:
@@ -262,60 +257,3 @@ def test_channels_last_is_read_in_place_and_kept() -> None:
     dense = ops.group_norm_jvp(x.contiguous(), t.contiguous(), w, w, None, w, mean, rstd, GROUPS)
     assert y_t.is_contiguous(memory_format=torch.channels_last)
     assert_close(y_t, dense, **TIGHT)
-
-
-# --- what every formula here owes ----------------------------------------------------------------
-
-
-def rows(n: int) -> list[Tensor]:
-    """x, a gradient of its deviation over the last axis, the deviation, another gradient"""
-    x = normal(n, 4)
-    return [x, normal(n), x.std(1), normal(n)]
-
-
-def groups(n: int) -> list[Tensor]:
-    """x, dY or t, weight, dmean or mean, drstd or rstd"""
-    return [normal(n, 6, 3), normal(n, 6, 3), normal(6), normal(n, GROUPS), normal(n, GROUPS)]
-
-
-SAMPLES: dict[str, tuple[Callable[[int], list[Tensor]], Callable[..., Any]]] = {
-    "var": (rows, lambda x, g, s, h: ops.var_backward(g, x, [-1], 1, False)),
-    "var of all": (rows, lambda x, g, s, h: ops.var_backward(g.sum(), x, None, None, False)),
-    "std": (rows, lambda x, g, s, h: ops.std_backward(s, g, x, [1], 0, False)),
-    "var_mean": (rows, lambda x, g, s, h: ops.var_mean_backward(g, h, x, [1], 0.5, False)),
-    "std_mean": (rows, lambda x, g, s, h: ops.std_mean_backward(g, h, x, s, [-1], None, False)),
-    "std_mean of all": (
-        rows,
-        lambda x, g, s, h: ops.std_mean_backward(g.sum(), h.sum(), x, s.sum(), None, 1, True),
-    ),
-    "group": (groups, lambda x, g, w, *both: group_backward(x, w, g, *both)),
-    "group mean": (groups, lambda x, t, w, m, r: ops.group_norm_mean_jvp(t, m, GROUPS)),
-    "group rstd": (groups, lambda x, t, w, m, r: ops.group_norm_invstd_jvp(x, t, m, r, GROUPS)),
-}
-by_sample = pytest.mark.parametrize(("tensors", "call"), SAMPLES.values(), ids=SAMPLES)
-
-
-@by_sample
-def test_a_formula_can_be_differentiated_in_every_mode(tensors: Any, call: Any) -> None:
-    formula_modes.check_derivatives(call, tensors)
-
-
-@by_sample
-def test_a_formula_under_vmap_is_a_loop(tensors: Any, call: Any) -> None:
-    formula_modes.check_vmap(call, tensors, 2)
-
-
-@by_sample
-def test_a_trace_at_one_size_runs_at_another(tensors: Any, call: Any) -> None:
-    formula_modes.check_trace(call, tensors, (4, 7))
-
-
-@by_sample
-def test_fake_tensors_say_what_comes_out(tensors: Any, call: Any) -> None:
-    formula_modes.check_fake(call, tensors(3))
-
-
-@by_sample
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_half_precision_is_rounded_once(tensors: Any, call: Any, dtype: torch.dtype) -> None:
-    formula_modes.check_half(call, tensors(3), dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import formula_modes
 import oracles
 import pytest
 import torch
@@ -161,10 +160,6 @@ def assert_same(found: Any, expected: Any) -> None:
         assert_close(found, expected, **TIGHT)
 
 
-def results(value: Any) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, torch.Tensor) else value
-
-
 def second_derivatives(
     function: Callable[..., Tensor],
     x: Tensor,
@@ -272,62 +267,6 @@ def test_a_jvp_of_statistics_that_depend_on_x_is_right_to_the_next_order(norm: N
         lambda f: torch.func.jvp(torch.func.grad(lambda x: (f(x) * u).sum()), (x,), (s,))[1],
     ):
         assert_close(order(ours), order(primitives), **TIGHT)
-
-
-# --- what every formula here owes ----------------------------------------------------------------
-
-
-def sampled(
-    norm: Norm, call: Callable[..., Any], order: Sequence[int]
-) -> tuple[Callable[[int], list[Tensor]], Callable[..., Any]]:
-    """A call of a formula, and the tensors it takes for a batch of n."""
-
-    def tensors(n: int) -> list[Tensor]:
-        given = normal_arguments(norm, n)
-        return [*(given[i] for i in order), *norm.statistics(given[0])]
-
-    return tensors, call
-
-
-SAMPLES = {
-    **{f"{name}, jvp": sampled(norm, norm.jvp, (0, 1, 3, 4, 5)) for name, norm in NORMS.items()},
-    **{
-        f"{name}, twice": sampled(
-            norm, lambda *given, norm=norm: norm.twice(*given, MASK), (0, 5, 2, 3, 4, 1)
-        )
-        for name, norm in TWICE.items()
-    },
-}
-# There the batch is what is normalized.
-del SAMPLES["layer over all axes, jvp"], SAMPLES["layer over all axes, twice"]
-
-by_sample = pytest.mark.parametrize(("tensors", "call"), SAMPLES.values(), ids=SAMPLES)
-
-
-@by_sample
-def test_a_formula_can_be_differentiated_in_every_mode(tensors: Any, call: Any) -> None:
-    formula_modes.check_derivatives(call, tensors)
-
-
-@by_sample
-def test_a_formula_under_vmap_is_a_loop(tensors: Any, call: Any) -> None:
-    formula_modes.check_vmap(call, tensors, 2, shared=1)
-
-
-@by_sample
-def test_a_trace_at_one_size_runs_at_another(tensors: Any, call: Any) -> None:
-    formula_modes.check_trace(call, tensors, (4, 7))
-
-
-@by_sample
-def test_fake_tensors_say_what_comes_out(tensors: Any, call: Any) -> None:
-    formula_modes.check_fake(call, tensors(3))
-
-
-@by_sample
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_half_precision_is_rounded_once(tensors: Any, call: Any, dtype: torch.dtype) -> None:
-    formula_modes.check_half(call, tensors(3), dtype)
 
 
 # --- mixed dtypes, layouts, what may not be returned, errors -------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import formula_modes
 import oracles
 import pytest
 import torch
@@ -183,52 +182,6 @@ def test_derivatives_of_the_jvps_are_those_of_the_norm(
         lambda f: torch.func.grad(lambda x: sum((u**3).sum() for u in f(x)))(x),
     ):
         assert_close(order(ours), order(right), **TIGHT)
-
-
-# --- what every formula here owes ----------------------------------------------------------------
-
-
-def tensors(n: int) -> list[Tensor]:
-    """weight, x, dY or t, its weight's, drstd, rstd"""
-    x = normal(n, 3, 4)
-    return [normal(4), x, normal(n, 3, 4), normal(4), normal(n, 3, 1), reciprocal(x, [4])]
-
-
-# All of the tensors are in each, for a derivative of each is asked.
-SAMPLES: dict[str, Callable[..., Any]] = {
-    "backward": lambda w, x, g, wt, h, r: backward(g, h, x, [4], r, w, MASK),
-    "backward without weight": lambda w, x, g, wt, h, r: backward(g, h, x, [4], r, None, MASK)[:1],
-    "jvp": lambda w, x, t, wt, h, r: ops.rms_norm_jvp(x, t, w, wt, r, [4]),
-    "rstd jvp": lambda w, x, t, wt, h, r: ops.rms_norm_rstd_jvp(x, t, r, [4]),
-}
-by_sample = pytest.mark.parametrize("call", SAMPLES.values(), ids=SAMPLES)
-
-
-@by_sample
-def test_a_formula_can_be_differentiated_in_every_mode(call: Any) -> None:
-    formula_modes.check_derivatives(call, tensors)
-
-
-@by_sample
-def test_a_formula_under_vmap_is_a_loop(call: Any) -> None:
-    formula_modes.check_vmap(call, tensors, 2)
-    formula_modes.check_vmap(call, tensors, 2, shared=1)
-
-
-@by_sample
-def test_a_trace_at_one_size_runs_at_another(call: Any) -> None:
-    formula_modes.check_trace(call, tensors, (4, 7))
-
-
-@by_sample
-def test_fake_tensors_say_what_comes_out(call: Any) -> None:
-    formula_modes.check_fake(call, tensors(3))
-
-
-@by_sample
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_half_precision_is_rounded_once(call: Any, dtype: torch.dtype) -> None:
-    formula_modes.check_half(call, tensors(3), dtype)
 
 
 def test_results_have_the_dtypes_of_their_arguments() -> None:
