@@ -204,7 +204,11 @@ def of_opinfo(info: Any, dtype: torch.dtype, count: int | None) -> Iterator[Prob
 
 
 def of_sample(info: Any, sample: Any) -> Problem | None:
-    """As upstream's common_utils.TestGradients puts it; None where nothing has a derivative."""
+    """As upstream's common_utils.TestGradients puts it; None where nothing has a derivative, or where
+    it drops elements at random, others at each call.
+    """
+    if sample.kwargs.get("dropout_p"):
+        return None
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     at = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
     finish = sample.output_process_fn_grad

@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.activation import torch_internals as internals
-from normpass.decomps.activation.kernels import batched, derived, recorded, second_derivative
+from normpass.decomps.activation.kernels import (
+    batched,
+    derived,
+    recorded,
+    second_derivative,
+    weighted,
+)
 from normpass.decomps.activation.torch_internals import (
     FUNCTORCH_BATCHED,
     PYTHON,
@@ -218,12 +224,14 @@ def _load_torchs_own() -> None:
 
 def _backward(op: OpOverload, rule: Function, own: Function) -> Function:
     """A norm's backward, for torch.autograd.grad(create_graph=True) in what is traced."""
-    enter = second_derivative(op, rule)
+    enter, given = second_derivative(op, rule), weighted(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        outs = own(*args, **kwargs)
-        if recorded():
-            enter(outs, args, kwargs)
+        if not recorded():
+            return own(*args, **kwargs)
+        values = given(args, kwargs)
+        outs = own(*values)
+        enter(outs, values)
         return outs
 
     return kernel

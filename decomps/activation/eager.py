@@ -31,6 +31,7 @@ from normpass.decomps.activation.kernels import (
     positional,
     recorded,
     second_derivative,
+    weighted,
     with_constants,
 )
 from normpass.decomps.activation.levels import may_be_differentiated, needs_composition_of
@@ -133,15 +134,16 @@ def _forward(op: OpOverload, composition: Rule) -> Function:
 def _backward(op: OpOverload, rule: Function) -> Function:
     own = _own(op)
     node = _differentiated(op, rule)
-    enter = second_derivative(op, rule)
+    enter, given = second_derivative(op, rule), weighted(op)
 
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if not recorded():
             return own(keyset, *args, **kwargs)
-        if not _is_plain(args) and any(map(_requires_grad, args)):
-            return node.apply(functools.partial(own, keyset), *positional(op, args, kwargs))
-        outs = own(keyset, *args, **kwargs)
-        enter(outs, args, kwargs)
+        values = given(args, kwargs)
+        if not _is_plain(values) and any(map(_requires_grad, values)):
+            return node.apply(functools.partial(own, keyset), *values)
+        outs = own(keyset, *values)
+        enter(outs, values)
         return outs
 
     return kernel

@@ -22,7 +22,7 @@ from normpass.decomps.activation.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -51,7 +51,7 @@ def recorded() -> bool:
 
 
 def second_derivative(op: OpOverload, rule: Function) -> Function:
-    """Gives results of a norm's backward, f(outs, args, kwargs), the derivative of a rule.
+    """Gives results of a norm's backward, f(outs, args), the derivative of a rule.
 
     The node stays torch's, with a hook: one of our own would take five times as long. Where nobody
     may ask for the derivative of what the node returns, that is right; elsewhere the hook replaces
@@ -61,8 +61,7 @@ def second_derivative(op: OpOverload, rule: Function) -> Function:
     fixed = [name for name in names if not name.startswith("running")]
 
     def hook(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Sequence[Any],
         found: tuple[Tensor | None, ...],
         grads: tuple[Tensor | None, ...],
     ) -> tuple[Tensor | None, ...] | None:
@@ -71,16 +70,35 @@ def second_derivative(op: OpOverload, rule: Function) -> Function:
         # torch's node has an edge for each tensor, or none for running statistics.
         edges = dict(zip(names if len(found) == len(names) else fixed, found, strict=True))
         needs = [name for name, gradient in edges.items() if gradient is not None]
-        right = rule(grads, *positional(op, args, kwargs), needs=needs)
+        right = rule(grads, *args, needs=needs)
         return tuple(right.get(name) if name in needs else None for name in edges)
 
-    def enter(outs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(outs: tuple[Any, ...], args: Sequence[Any]) -> None:
         for out in outs:
             if out is not None and out.requires_grad:
-                out.grad_fn.register_hook(functools.partial(hook, args, kwargs))
+                out.grad_fn.register_hook(functools.partial(hook, args))
                 return
 
     return enter
+
+
+def weighted(op: OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Any]]:
+    """f(args, kwargs) -> the arguments of a norm's backward, a layer norm's with a weight of ones
+    where there is a bias and no weight: there torch's derivative of it is zero, or an error.
+    """
+    names = [name for name, _ in _defaults(op)]
+    if "bias" not in names:
+        return lambda args, kwargs: positional(op, args, kwargs)
+    w, b, mask = (names.index(name) for name in ("weight", "bias", "output_mask"))
+
+    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        values = positional(op, args, kwargs)
+        if values[w] is None and values[b] is not None:
+            values[w] = torch.ones_like(values[b])
+            values[mask] = [values[mask][0], False, values[mask][2]]
+        return values
+
+    return given
 
 
 def with_constants(rule: Rule, results: Any) -> Any:

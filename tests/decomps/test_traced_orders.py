@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orders
@@ -89,3 +90,19 @@ def test_third_order_compiled(name: str, backend: str) -> None:
         run: Any = torch.compile(function, backend=backend, fullgraph=True)
         found = run(X.clone().requires_grad_(), *ARGS[1:])
     torch.testing.assert_close(found, right(name, 3), rtol=1e-9, atol=1e-9)
+
+
+def test_a_bias_without_a_weight() -> None:
+    """PyTorch raises where it differentiates this twice."""
+
+    def second(weight: Tensor | None, x: Tensor, bias: Tensor, g: Tensor) -> Tensor:
+        x, bias, g = (v.detach().requires_grad_() for v in (x, bias, g))
+        y = torch.nn.functional.layer_norm(x, (5,), weight, bias, orders.EPS)
+        dx, db = torch.autograd.grad(y, (x, bias), g, create_graph=True)
+        return torch.cat(torch.autograd.grad((dx * dx).sum() + (db**3).sum(), (x, g)))
+
+    given = orders.fixed(4, 5), orders.fixed(5), orders.fixed(4, 5).cos()
+    with registered(), enable_python_dispatcher():
+        graph = make_fx(partial(second, None))(*given)
+    right = second(torch.ones(5, dtype=torch.float64), *given)
+    torch.testing.assert_close(graph(*given), right)

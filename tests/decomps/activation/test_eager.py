@@ -283,6 +283,20 @@ def test_gradcheck_and_gradgradcheck(norm: str) -> None:
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
+def test_a_bias_without_a_weight_twice() -> None:
+    """PyTorch raises here, or where x needs no gradient says zero (2.13 to 2.15)."""
+
+    def norm(x: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (5,), None, bias, orders.EPS)
+
+    x, bias = orders.fixed(4, 5).requires_grad_(), orders.fixed(5).requires_grad_()
+    with pytest.raises(RuntimeError):
+        torch.autograd.gradgradcheck(norm, (x, bias))
+    with registered(eager=True):
+        assert torch.autograd.gradgradcheck(norm, (x, bias))
+        assert torch.autograd.gradgradcheck(norm, (x.detach(), bias))
+
+
 @pytest.mark.usefixtures("rules")
 @pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
 def test_nothing_at_all(norm: str) -> None:
