@@ -204,8 +204,8 @@ def of_opinfo(info: Any, dtype: torch.dtype, count: int | None) -> Iterator[Prob
 
 
 def of_sample(info: Any, sample: Any) -> Problem | None:
-    """As upstream's common_utils.TestGradients puts it; None where nothing has a derivative, or where
-    it drops elements at random, others at each call.
+    """As upstream's common_utils.TestGradients puts it; None where nothing has a derivative, or
+    where elements are dropped at random, others at each call.
     """
     if sample.kwargs.get("dropout_p"):
         return None
