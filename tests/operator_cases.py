@@ -46,6 +46,9 @@ WITH_STATISTICS = {
     "native_group_norm",
     "native_layer_norm",
 }
+# Eager's tangent of a product of several, and what comes of it, is wrong in torch 2.13
+# (tests/decomps/table/test_traced.py has it against finite differences).
+WRONG_TANGENTS = {"scatter_reduce.prod"}
 SAMPLES_TRIED = 10
 # torch.testing's defaults for float32 are 1.3e-6 and 1e-5. Decomposed arithmetic rounds elsewhere,
 # and a derivative of sums loses more: ten times the first, and the second in units of the largest.
@@ -251,6 +254,30 @@ def difference(found: Results, expected: Results) -> str:
     return ""
 
 
+def is_nearer(found: Results, expected: Results, exact: Results) -> bool:
+    """Whether results are at least as near to those of float64 as eager's are."""
+
+    def away(results: Results) -> list[float]:
+        pairs = zip(results[0] + results[1], exact[0] + exact[1], strict=True)
+        return [
+            (y.double() - e.double()).abs().nan_to_num().max().item() if y.numel() else 0.0
+            for y, e in pairs
+        ]
+
+    same = [[(y.shape, y.dtype) for y in some[0] + some[1]] for some in (found, expected)]
+    if same[0] != same[1] or not all(map(torch.is_floating_point, found[0] + found[1])):
+        return False
+    return all(ours <= eagers for ours, eagers in zip(away(found), away(expected), strict=True))
+
+
+def in_float64(sample: SampleInput) -> SampleInput:
+    def double(value: Any) -> Any:
+        is_single = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.detach().double().requires_grad_(value.requires_grad) if is_single else value
+
+    return sample.transform(double)
+
+
 def like_their_primals(outputs: Sequence[Tensor]) -> bool:
     """Whether tangents, the second half, have the dtypes of what they are tangents of. Eager's of
     ldexp, of two tensors without dimensions, is float64 for a float32.
@@ -282,7 +309,12 @@ def unseeded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # The database seeds random operators within the function itself, which cannot be compiled.
 @mock.patch.object(database, "wrapper_set_seed", unseeded)
 def outcome(op: OpInfo, transform: str, rules: Callable[[], AbstractContextManager[Any]]) -> str:
-    """What becomes of a transform of an operator when it is compiled inside of `rules()`."""
+    """What becomes of a transform of an operator when it is compiled inside of `rules()`.
+
+    Right is what eager gives, or what is nearer to its float64.
+    """
+    if op.full_name in WRONG_TANGENTS and "jvp" in transform:
+        return f"{NOT_COUNTED}: eager's tangent is wrong"
     if UNINITIALIZED.match(op.name):
         return f"{NOT_COUNTED}: the result is uninitialized memory"
     try:
@@ -303,6 +335,8 @@ def outcome(op: OpInfo, transform: str, rules: Callable[[], AbstractContextManag
         away = difference(found, expected)
     except Exception as error:  # what fails is what this finds out
         return f"{FAILS}: {first_line(error)}"
+    if away and is_nearer(found, expected, results(op, in_float64(sample), transform)):
+        return RIGHT
     return f"{WRONG}: {away}" if away else RIGHT
 
 
