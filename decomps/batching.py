@@ -59,12 +59,17 @@ def batching_rule(
 
 
 def unless_unbatched(op: OpOverload) -> Callable[[BatchingRule], BatchingRule]:
-    """Decorator: the operator itself where no argument is batched, else the rule."""
+    """Decorator: the operator itself where no argument is batched, else the rule.
+
+    Raises RuntimeError, as the operator does, for what is no real floating-point tensor.
+    """
 
     def decorate(rule: BatchingRule) -> BatchingRule:
         @functools.wraps(rule)
         def guarded(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
             if any_of(*in_dims):
+                if not args[0].is_floating_point():
+                    raise RuntimeError(f'"{op}" not implemented for {args[0].dtype}')
                 return rule(info, in_dims, *args)
             outs = op(*args)
             outs = tuple(outs) if isinstance(outs, tuple | list) else (outs,)

@@ -246,6 +246,15 @@ def test_vmap_goes_by_our_rules_where_they_are_needed() -> None:
     assert _copies(x)
 
 
+def test_what_torch_has_no_kernel_for_is_an_error_here_too() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+    for dtype in (torch.int64, torch.complex64):
+        with registered(eager=True), pytest.raises(RuntimeError, match="not implemented for"):
+            vmap(norm)(torch.ones(2, 3, 4, dtype=dtype))
+
+
 def test_a_norm_does_not_reach_into_the_examples() -> None:
     """PyTorch 2.13 takes the mean over all examples, without a word."""
 
