@@ -68,9 +68,11 @@ def _apply(
     row = POINTWISE[op.fn]
     args = []
     for k, arg in enumerate(op.args):
-        truth = str(k) in row.truth
-        value = values[arg] if isinstance(arg, str) else torch.tensor(arg, device=device)
-        args.append(value.to(torch.bool if truth else compute))
+        dtype = torch.bool if str(k) in row.truth else compute
+        if isinstance(arg, str):
+            args.append(values[arg].to(dtype))
+        else:  # at once in this dtype: a number's own is float32
+            args.append(torch.tensor(arg, dtype=dtype, device=device))
     return row.eager(*args)
 
 

@@ -7,7 +7,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from normpass.backend import reference
 from normpass.backend.op import region_op
+from normpass.passes.region import parse
 
 CENTRE = """\
 region centre
@@ -135,3 +137,18 @@ def test_a_wrong_number_of_tensors_is_an_error() -> None:
 def test_the_unfused_path_serves_other_devices() -> None:
     inputs = [x.to("meta") for x in centre_inputs(7)]
     assert [t.shape for t in region_op(inputs, [7], CENTRE)] == [(19, 7), (133,), (19,)]
+
+
+def test_numbers_on_the_unfused_path_are_in_the_regions_precision() -> None:
+    """0.3 of float64: PyTorch's tensor of a number is float32."""
+    region = parse(
+        """\
+region moved
+axes    r=?
+input   x: f64[r]
+add     = add(x, 0.3)
+output  y: f64[r] = add"""
+    )
+    x = torch.randn(5, dtype=torch.float64)
+    (found,) = reference.evaluate(region, [x], [5])
+    assert torch.equal(found, x + 0.3)
