@@ -21,6 +21,7 @@ from normpass.decomps.registry import (
     register_rule,
     rules,
 )
+from normpass.decomps.shapes import parse
 
 aten = torch.ops.aten
 
@@ -33,8 +34,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names_on_the_left(rule: Rule) -> list[str]:
-    left = rule.shapes.split("->")[0]
-    return [part.split(":")[0].strip() for part in left.split(",")]
+    return list(parse(rule.shapes).arguments)
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.kind}:{rule.name}")
