@@ -59,17 +59,12 @@ def batching_rule(
 
 
 def unless_unbatched(op: OpOverload) -> Callable[[BatchingRule], BatchingRule]:
-    """Decorator: the operator itself where no argument is batched, else the rule.
-
-    Raises RuntimeError, as the operator does, for what is no real floating-point tensor.
-    """
+    """Decorator: the operator itself where no argument is batched, else the rule."""
 
     def decorate(rule: BatchingRule) -> BatchingRule:
         @functools.wraps(rule)
         def guarded(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
             if any_of(*in_dims):
-                if not args[0].is_floating_point():
-                    raise RuntimeError(f'"{op}" not implemented for {args[0].dtype}')
                 return rule(info, in_dims, *args)
             outs = op(*args)
             outs = tuple(outs) if isinstance(outs, tuple | list) else (outs,)
@@ -155,8 +150,14 @@ def front(value: Tensor, dim: int | None) -> Tensor:
 
 
 def fronts(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    """Each of the tensors as v ..., in the one working precision of all; the rest stays."""
-    dtype = working_dtype(values) or torch.get_default_dtype()
+    """Each of the tensors as v ..., in the one working precision of all; the rest stays.
+
+    Raises RuntimeError where that is none: torch has no norms of integers.
+    """
+    dtype = working_dtype(values)
+    if dtype is None:
+        found = sorted({str(v.dtype) for v in values if isinstance(v, torch.Tensor)})
+        raise RuntimeError(f"expected tensors of a floating or complex dtype, found {found}")
     return [
         front(value, dim).to(dtype) if isinstance(value, torch.Tensor) else value
         for value, dim in zip(values, dims, strict=True)

@@ -38,7 +38,7 @@ from normpass.decomps.activation.levels import may_be_differentiated, needs_comp
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from normpass.decomps.activation.torch_internals import DispatchKeySet, OpOverload
     from normpass.decomps.registry import Rule
@@ -151,27 +151,41 @@ def _backward(op: OpOverload, rule: Function) -> Function:
 
 def _batched(op: OpOverload, rule: Rule) -> Function:
     """functorch's own rule where it is right. It takes what a norm saved for constants, writes
-    running statistics into copies, and lets normalized_shape reach into the batch axis.
+    running statistics into copies, crashes without any in evaluation mode, and lets
+    normalized_shape reach into the batch axis.
     """
     ours = batched(op, rule)
     own = _functorchs(op)
-    names = [argument.name for argument in op._schema.arguments]
-    running = [n for n, name in enumerate(names) if name.startswith("running")]
-    inner = names.index("normalized_shape") if "normalized_shape" in names else None
+    is_right = _is_ordinary(op)
 
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         values = positional(op, args, kwargs)
-        if (
-            own is None
-            or not _is_plain(values)
-            or any(values[n] is not None for n in running)
-            or (inner is not None and values[0].dim() < len(values[inner]))
-            or may_be_differentiated(values)
-        ):
+        if own is None or not is_right(values) or may_be_differentiated(values):
             return ours(*values)
         return own(keyset, *values)
 
     return kernel
+
+
+def _is_ordinary(op: OpOverload) -> Callable[[Sequence[Any]], bool]:
+    """Of a call's arguments: whether they have one precision, and the statistics are those of the
+    examples themselves.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    running = [n for n, name in enumerate(names) if name.startswith("running")]
+    # Whether they are taken, and where they were kept.
+    needed = [n for n, name in enumerate(names) if name.startswith(("train", "save_"))]
+    inner = names.index("normalized_shape") if "normalized_shape" in names else None
+
+    def check(values: Sequence[Any]) -> bool:
+        return (
+            _is_plain(values)
+            and all(values[n] is None for n in running)
+            and not any(values[n] is None or values[n] is False for n in needed)
+            and (inner is None or values[0].dim() >= len(values[inner]))
+        )
+
+    return check
 
 
 def _functorchs(op: OpOverload) -> Function | None:

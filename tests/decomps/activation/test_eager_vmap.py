@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,7 +12,15 @@ from torch.func import vmap
 from normpass.decomps.activation import registered
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def grouped(x: Tensor) -> Tensor:
+    return F.group_norm(x, 1)
 
 
 def _copies(x: Tensor) -> set[str]:
@@ -32,13 +40,41 @@ def test_vmap_goes_by_our_rules_where_they_are_needed() -> None:
     assert _copies(x)
 
 
-def test_what_torch_has_no_kernel_for_is_an_error_here_too() -> None:
-    def norm(x: Tensor) -> Tensor:
-        return F.batch_norm(x, None, None, training=True)
+@pytest.mark.parametrize("norm", [lambda x: F.batch_norm(x, None, None, training=True), grouped])
+def test_integers_are_an_error_as_without_vmap(norm: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(2, 3, 4, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
+        norm(x)
+    with registered(eager=True), pytest.raises(RuntimeError, match=r"found \['torch.int64'\]"):
+        vmap(norm)(x[None])
 
-    for dtype in (torch.int64, torch.complex64):
-        with registered(eager=True), pytest.raises(RuntimeError, match="not implemented for"):
-            vmap(norm)(torch.ones(2, 3, 4, dtype=dtype))
+
+def test_complex_numbers_go_through_rms_norm_as_without_vmap() -> None:
+    op = torch.ops.aten._fused_rms_norm.default
+    x = torch.randn(2, 3, 4, dtype=torch.complex64)
+    with registered(eager=True):
+        found = vmap(lambda v: op(v, [4], None, 1e-5)[0])(x)
+    torch.testing.assert_close(found, op(x, [4], None, 1e-5)[0])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: aten.native_batch_norm(x, None, None, None, None, False, 0.1, 1e-5),
+        lambda x: aten._native_batch_norm_legit.no_stats(x, None, None, False, 0.1, 1e-5),
+        lambda x: aten.native_batch_norm_backward(
+            x, x, None, None, None, None, None, False, 1e-5, [True] * 3
+        ),
+        lambda x: aten.native_batch_norm_backward(
+            x, x, None, None, None, None, None, True, 1e-5, [True] * 3
+        ),
+    ],
+    ids=["forward", "no_stats", "backward", "backward in training"],
+)
+def test_a_batch_norm_without_the_statistics_it_needs(call: Callable[[Tensor], Any]) -> None:
+    """PyTorch 2.13 ends the process, or asserts."""
+    with registered(eager=True), pytest.raises((RuntimeError, ValueError), match=r"running|save_"):
+        vmap(call)(torch.randn(2, 3, 4))
 
 
 def test_a_norm_does_not_reach_into_the_examples() -> None:
