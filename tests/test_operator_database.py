@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from operator_cases import is_nearer
 from operator_database import Comparison, main, read, write
 
 if TYPE_CHECKING:
@@ -36,6 +38,32 @@ def test_what_is_worse_is_broken_and_what_is_right_now_is_repaired() -> None:
     compared = Comparison.of(BEFORE, after)
     assert compared.broken == [("add", "grad"), ("add", "vmap"), ("sinc", "grad")]
     assert compared.repaired == [("nn.functional.layer_norm", "jvp-in-one")]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "exact", "nearer"),
+    [
+        ([1.0, 2.0], [1.1, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.1], [1.1, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.2], [1.1, 2.0], [1.0, 2.0], False),
+        ([NAN, 2.0], [1.1, 2.0], [1.0, 2.0], False),
+        ([1.0, NAN], [1.1, NAN], [1.0, NAN], True),
+        ([1.0, 2.0], [1.1, NAN], [1.0, NAN], False),
+        ([1.0, INF], [1.1, INF], [1.0, INF], True),
+        ([1.0, -INF], [1.1, INF], [1.0, INF], False),
+        ([1.0, INF], [1.1, 2.0], [1.0, 2.0], False),
+        ([1.0], [1.1, 2.0], [1.0, 2.0], False),
+    ],
+)
+def test_what_is_nearer_to_float64(
+    found: list[float], expected: list[float], exact: list[float], nearer: bool
+) -> None:
+    singles = ([[torch.tensor(values)], []] for values in (found, expected))
+    right = [[torch.tensor(exact, dtype=torch.float64)], []]
+    assert is_nearer(*singles, right) is nearer
 
 
 def test_no_change_is_no_news() -> None:
