@@ -33,3 +33,14 @@ def assign(buffer: Tensor, value: Tensor, refusal: str) -> None:
     # Below autograd too: in forward mode even a detached value has a tangent.
     with below(buffer, value, refusal) as (to, plain), AutoDispatchBelowAutograd():
         to.copy_(plain)
+
+
+def averaged(running: Tensor, new: Tensor, momentum: float) -> Tensor:
+    """(1 - momentum) * running + momentum * new, which is a constant here, in its precision."""
+    return (1 - momentum) * running.to(new.dtype) + momentum * new.detach()
+
+
+def update(running: Tensor | None, new: Tensor, momentum: float) -> None:
+    """running <- (1 - momentum) * running + momentum * new, in place; nothing where it is None."""
+    if running is not None:
+        assign(running, averaged(running, new, momentum), RUNNING_STATISTICS_NOT_BATCHED)

@@ -15,7 +15,7 @@ import torch
 
 from normpass.decomps.axes import per_channel, size_of
 from normpass.decomps.batching import any_of, front, fronts, typed_as
-from normpass.decomps.buffers import RUNNING_STATISTICS_NOT_BATCHED, assign
+from normpass.decomps.buffers import RUNNING_STATISTICS_NOT_BATCHED, averaged, update
 from normpass.decomps.conventions import working, working_dtype
 from normpass.decomps.manual import Gradient, Mask3, Tangent, Weight, manual
 from normpass.decomps.norms.standardized import (
@@ -114,17 +114,6 @@ def _saved(
     return mean.to(dtype), rstd.to(dtype)
 
 
-def _averaged(running: Tensor, new: Tensor, momentum: float) -> Tensor:
-    """(1 - momentum) * running + momentum * new, which is a constant here, in its precision."""
-    return (1 - momentum) * running.to(new.dtype) + momentum * new.detach()
-
-
-def _update(running: Tensor | None, new: Tensor, momentum: float) -> None:
-    """running <- (1 - momentum) * running + momentum * new, in place; nothing where it is None."""
-    if running is not None:
-        assign(running, _averaged(running, new, momentum), RUNNING_STATISTICS_NOT_BATCHED)
-
-
 def batch_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -150,7 +139,7 @@ def batch_norm(
     y, pair, new = _normalized(x, weight, bias, given[3:], training, eps)
     if training:
         for buffer, value in zip(given[3:], new, strict=True):
-            _update(buffer, value, momentum)
+            update(buffer, value, momentum)
     return y.to(input.dtype), *_saved(pair, given, training, vendors)
 
 
@@ -204,9 +193,9 @@ def _new_running(
             continue
         if not functional:
             if training:
-                _update(front(value, dim), statistic, momentum)
+                update(front(value, dim), statistic, momentum)
         elif training:
-            average = _averaged(front(value, dim), statistic, momentum)
+            average = averaged(front(value, dim), statistic, momentum)
             results.append((average.to(value.dtype), any_of(dim, x_dim)))
         else:  # results may not be views of arguments
             results.append((front(value, dim).clone(), any_of(dim)))

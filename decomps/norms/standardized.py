@@ -15,7 +15,7 @@ from normpass.decomps.activation import levels
 from normpass.decomps.axes import sum_over
 from normpass.decomps.conventions import working
 from normpass.decomps.neutral import ZERO
-from normpass.decomps.operators import is_concrete, is_differentiated, is_recorded_apart
+from normpass.decomps.operators import is_recorded_apart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,9 +116,9 @@ class Standardized:
         return dx, g * k, dg
 
 
-def may_be_differentiated(input: Tensor, *others: Tensor | None) -> bool:
+def may_be_differentiated(*tensors: Tensor | None) -> bool:
     """Whether a derivative of a backward's derivative is asked for, or may be, of a trace."""
-    return not is_concrete(input) or is_differentiated((input, *others))
+    return is_recorded_apart() or levels.may_be_differentiated(tensors)
 
 
 def recomputed(x: Tensor, rstd: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def recomputed(x: Tensor, rstd: Tensor, axes: Sequence[int]) -> tuple[Tensor, Te
     x, axes = x.to(working(x.dtype)), list(axes)
     mean = x.mean(axes, keepdim=True)
     var = (x - mean).square().mean(axes, keepdim=True)  # torch.var warns of an empty x
-    eps = (rstd.to(x.dtype).view(var.shape).pow(-2) - var).detach()
+    eps = levels.constant(rstd.to(x.dtype).view(var.shape).pow(-2) - var)
     return mean, torch.rsqrt(var + eps)
 
 
@@ -147,8 +147,8 @@ def attached(
     """
     if mean is None or rstd is None or mean.shape[0] != x.shape[0]:
         return mean, rstd
-    if not (is_recorded_apart() or levels.may_be_differentiated((x, *others))):
+    if not may_be_differentiated(x, *others):
         return mean, rstd
     fresh, fresh_rstd = recomputed(x, rstd, axes)
-    same = fresh + (mean.view(fresh.shape) - fresh).detach()
+    same = fresh + levels.constant(mean.view(fresh.shape) - fresh)
     return same.view(mean.shape), fresh_rstd.view(rstd.shape)
