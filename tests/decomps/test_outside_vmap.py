@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
+from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
+aten = torch.ops.aten
 V, N, C, S, EPS = 3, 4, 6, 2, 0.25
 
 
@@ -206,3 +208,47 @@ def test_pytorch_is_wrong(norm: str, inner: str) -> None:
     assert found is not None
     assert right is not None
     assert (found - right).abs().max() > 0.01
+
+
+def _layer_backward(x: Tensor, g: Tensor) -> Tensor:
+    _, mean, rstd = aten.native_layer_norm(x, [S], None, None, EPS)
+    return aten.native_layer_norm_backward(g, x, [S], mean, rstd, None, None, [True, False, False])[
+        0
+    ]
+
+
+def _batch_backward(x: Tensor, g: Tensor) -> Tensor:
+    _, mean, rstd = aten.native_batch_norm(x, None, None, None, None, True, 0.1, EPS)
+    return aten.native_batch_norm_backward(
+        g, x, None, None, None, mean, rstd, True, EPS, [True, False, False]
+    )[0]
+
+
+BACKWARDS = {"layer": (_layer_backward, [2]), "batch": (_batch_backward, [0, 2])}
+
+
+@pytest.mark.parametrize("norm", BACKWARDS)
+@pytest.mark.parametrize("how", ["func.jvp", "jvp of jvp", "func.grad", "dual numbers"])
+def test_a_backward_that_is_called_by_name(norm: str, how: str) -> None:
+    """Its derivatives go through the statistics, by each mode around vmap."""
+    backward, axes = BACKWARDS[norm]
+
+    def primitives(x: Tensor, g: Tensor) -> Tensor:
+        return grad(lambda x: (_standardized(x, axes) * g).sum())(x)
+
+    def outside(function: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        def total(x: Tensor) -> Tensor:
+            return vmap(function)(x, X.cos()).sin()
+
+        if how == "func.jvp":
+            return jvp(total, (X,), (X.sin(),))
+        if how == "jvp of jvp":
+            return jvp(lambda x: jvp(total, (x,), (X.sin(),))[1], (X,), (X.cos(),))
+        if how == "func.grad":
+            return grad(lambda x: total(x).sum())(X)
+        with forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(total(forward_ad.make_dual(X, X.sin()))))
+
+    with registered(eager=True):
+        found = outside(backward)
+    torch.testing.assert_close(found, outside(primitives), rtol=1e-9, atol=1e-9)
