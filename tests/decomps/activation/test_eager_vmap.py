@@ -87,3 +87,21 @@ def test_a_norm_does_not_reach_into_the_examples() -> None:
     torch.testing.assert_close(vmap(norm)(x), norm(x))
     with registered(eager=True), pytest.raises(RuntimeError, match=r"input of size\[4\]"):
         vmap(norm)(x)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_running_statistics_are_updated_wherever_their_examples_lie(dim: int) -> None:
+    """PyTorch 2.13 writes into a copy unless the examples are in front, without a word."""
+    x = torch.randn(5, 3, 4, 6, dtype=torch.float64)
+
+    def updated() -> list[Tensor]:
+        shape = (5, 4) if dim == 0 else (4, 5)
+        mean, var = torch.zeros(shape, dtype=x.dtype), torch.ones(shape, dtype=x.dtype)
+        vmap(lambda x, m, v: F.batch_norm(x, m, v, training=True), (0, dim, dim))(x, mean, var)
+        return [mean.movedim(dim, 0), var.movedim(dim, 0)]
+
+    right = [0.1 * x.mean((1, 3)), 0.9 + 0.1 * x.var((1, 3))]
+    with registered(eager=True):
+        torch.testing.assert_close(updated(), right)
+    if dim == 1:
+        assert not torch.allclose(updated()[0], right[0])
