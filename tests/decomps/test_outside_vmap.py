@@ -9,18 +9,21 @@ or batch norm's weight that vmap has taken is wrong when it is differentiated ag
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import normpass
 from normpass.decomps.activation import registered
+from normpass.decomps.norms import batch, layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -252,3 +255,28 @@ def test_a_backward_that_is_called_by_name(norm: str, how: str) -> None:
     with registered(eager=True):
         found = outside(backward)
     torch.testing.assert_close(found, outside(primitives), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_only_who_asks_pays(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without a tape the graph is that of statistics which are numbers."""
+
+    def operators(*, taped: bool) -> Counter[str]:
+        seen: Counter[str] = Counter()
+
+        def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+            seen.update(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+            return graph
+
+        torch._dynamo.reset()
+        leaves = [value.clone().requires_grad_(taped) for value in (X, W, B)]
+        torch.compile(function, backend=aot_autograd(fw_compiler=look, bw_compiler=look))(*leaves)
+        return seen
+
+    function = INNER["vmap(grad weight)"](NORMS[norm][0])
+    with registered():
+        found, taped = operators(taped=False), operators(taped=True)
+        for module in (layer, batch):
+            monkeypatch.setattr(module, "attached", lambda x, mean, rstd, *_: (mean, rstd))
+        assert found == operators(taped=False)
+        assert taped != operators(taped=True)
