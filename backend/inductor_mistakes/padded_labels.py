@@ -39,19 +39,21 @@ def mend() -> Iterator[Undo]:
 
 
 def loss_forward(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """The loss of (N, C) or (C), and which classes are labels; labels end at the first -1.
+    """The loss of (N, C) or (C), and which classes are labels; labels end at the first -1. A
+    number alone is one class.
 
     Source: multilabel_margin_loss_forward of LossMultiLabelMargin.cpp.
 
     Raises:
-        RuntimeError: for other shapes than these two, alike, with at least one class.
+        RuntimeError: for an input of another shape or without a class, and for a target that is
+            not shaped alike.
     """
     torch._check(
-        1 <= x.ndim <= 2 and x.shape[-1] != 0,
+        x.ndim <= 2 and (x.ndim == 0 or x.shape[-1] != 0),
         lambda: f"expected an input of shape (N, C) or (C) with C > 0; found {tuple(x.shape)}",
     )
     torch._check(
-        target.shape == x.shape,
+        target.shape == x.shape or (max(target.ndim, x.ndim) < 2 and target.numel() == x.numel()),
         lambda: (
             f"expected a target of the input's shape {tuple(x.shape)}; found {tuple(target.shape)}"
         ),

@@ -189,6 +189,21 @@ def test_labels_of_another_shape_are_an_error(shape: tuple[int, ...], dynamic: b
         compiled(torch.randn(3, 5), torch.zeros(shape, dtype=torch.long))
 
 
+@pytest.mark.parametrize(
+    "shapes", [((), ()), ((), (1,)), ((1,), ()), ((5,), (5,)), ((3, 5), (3, 5))]
+)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_labels_of_every_shape_that_torch_takes(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], reduction: str
+) -> None:
+    """A number alone is one class."""
+    install()
+    compiled = torch.compile(F.multilabel_margin_loss, backend="aot_eager")
+    x, labels = torch.randn(shapes[0]), torch.zeros(shapes[1], dtype=torch.long)
+    got, want = (f(x, labels, reduction=reduction) for f in (compiled, F.multilabel_margin_loss))
+    torch.testing.assert_close(got, want)
+
+
 # --- caches -------------------------------------------------------------------------------------
 
 
