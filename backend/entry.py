@@ -28,6 +28,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from normpass.backend import (
     dump,
     gemm,
+    higher_order,
     image_gradients,
     inductor_call,
     inductor_mistakes,
@@ -78,7 +79,29 @@ def normpass(
     settings = Options.parse(options)
     dump.graph(settings.debug, "00_dynamo", graph)
     if settings.inner == "eager" or _cannot_build(inputs):
-        return _compile_with_eager(graph, inputs, replace(settings, inner="eager"))
+        settings = replace(settings, inner="eager")
+    if not settings.double_backward:
+        return _compile(graph, inputs, settings, mode)
+    return _compile_differentiable(graph, inputs, settings, mode)
+
+
+def _compile_differentiable(
+    graph: GraphModule, inputs: Sequence[Any], settings: Options, mode: str | None
+) -> Callable[..., Any]:
+    """Compiles a graph so that its backward can be differentiated, by this function again."""
+
+    def again(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _compile_differentiable(graph, inputs, settings, mode)
+
+    with higher_order.differentiable(higher_order.Program.of(graph, inputs, again)):
+        return _compile(graph, inputs, settings, mode)
+
+
+def _compile(
+    graph: GraphModule, inputs: Sequence[Any], settings: Options, mode: str | None
+) -> Callable[..., Any]:
+    if settings.inner == "eager":
+        return _compile_with_eager(graph, inputs, settings)
     return _compile_with_inductor(graph, inputs, settings, mode)
 
 

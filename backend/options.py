@@ -45,6 +45,13 @@ class Options:
             "no fast code for"
         },
     )
+    double_backward: bool = field(
+        default=True,
+        metadata={
+            "help": "whether compiled code can be differentiated again: create_graph=True, to any "
+            "order"
+        },
+    )
     debug: str | None = field(
         default=None,
         metadata={
@@ -81,7 +88,7 @@ class Options:
             raise ValueError(
                 f"option inner: expected one of {', '.join(choices)}, found {result.inner!r}"
             )
-        for name in ("fuse", "recompute", "onednn"):
+        for name in ("fuse", "recompute", "onednn", "double_backward"):
             value, expected = getattr(result, name), "True or False"
             if known[name].default is None:
                 expected = "True, False or None"

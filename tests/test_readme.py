@@ -39,7 +39,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # Blocks that are no program and no output: what they hold.
 DIAGRAMS = ("your model\n            |  Dynamo",)
 OUTPUTS = ("Sequential: 3 fused, 1 not.", "To accept the new output:")
-PROGRAMS = ("normpass.explain(model, x)", "torch.compile(hessian(", "@decomposition(")
+PROGRAMS = ("normpass.explain(model, x)", "torch.compile(hessian(", "@decomposition(", "critic = ")
 
 # In backticks, and for a reader to fill in or for a command to make.
 STAND_INS = {"NAME.py", "NAME_leaves.py", "__init__.py", "decomps/norms/weight.py"}
@@ -112,6 +112,16 @@ def test_the_hessian_is_right(tmp_path: Path) -> None:
 
     expected = torch.autograd.functional.hessian(exact, x)
     torch.testing.assert_close(hessian.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_penalty_is_right(tmp_path: Path) -> None:
+    names, _ = run(readme.block(PROGRAMS[3]).text, tmp_path)
+    critic, x = names["critic"]._orig_mod, names["x"]
+    found = [p.grad for p in critic.parameters()]
+    (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
+    right = torch.autograd.grad(penalty, list(critic.parameters()), allow_unused=True)
+    torch.testing.assert_close(found, list(right), rtol=1e-4, atol=1e-5)
 
 
 WEIGHT_NORM = """

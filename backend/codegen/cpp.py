@@ -133,6 +133,9 @@ class _Printer(LoopPrinter):
                 and self.jam not in keep.axes
                 else ""
             )
+            if name in self.declared:  # an earlier loop computed it too, and is done with it
+                continue
+            self.declared.add(name)
             self.line(
                 f"Arrays<scalar> parts_{name}({'workers' if private else '1'}, {size}{rows});"
             )

@@ -56,6 +56,7 @@ class Names:
         self.last_pass = False  # whether the loop being printed is the last over its row
         self.cascaded: set[str] = set()  # arrays of a worker's own that long sums are added up in
         self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
+        self.declared: set[str] = set()  # arrays for values that loops compute in passing
 
     # -- text
 

@@ -195,3 +195,24 @@ def test_near_misses(miss: str) -> None:
 def test_the_original_is_regrouped() -> None:
     region = parse(f"region e; axes r=9 q=4 c=3 p=20; input x: f32[r p q c]; {PLAIN}")
     assert regrouped(make_plan(region))
+
+
+def test_two_loops_may_compute_the_same_array() -> None:
+    """Both see the groups' sums by lanes; a second declaration would not compile."""
+    text = """region group_norm_backward
+axes    r=64 q=8 c=8 d=7 e=7
+input   x: f32[(q c)]
+input   x_1: f32[r (q c) d e] (3136, 1, 448, 64)
+input   x_2: f32[r (q c) d e] (3136, 1, 448, 64)
+sum     = sum[c](x)
+sum_1   = sum[c d e](x_2)
+sub     = sub(sum, x_1)
+sub_1   = sub(sum_1, sub)
+output  y0: f32[r (q c) d e] (3136, 1, 448, 64) = sum_1
+output  y1: f32[r (q c) d e] (3136, 1, 448, 64) = sub_1"""
+    x = torch.randn(64)
+    x_1, x_2 = (torch.randn(64, 64, 7, 7).contiguous(memory_format=LAST) for _ in range(2))
+    found = kernel(text)([x, x_1, x_2], [])
+    of_groups = x.double().view(8, 8).sum(1).repeat_interleave(8).view(64, 1, 1)
+    sums = x_2.double().view(64, 8, 8, 7, 7).sum((2, 3, 4)).repeat_interleave(8, 1)[..., None, None]
+    check(found, [sums.expand(x_1.shape), sums - (of_groups - x_1)], torch.float32)

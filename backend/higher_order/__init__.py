@@ -1,0 +1,212 @@
+"""Compiled code that can be differentiated again, to any order.
+
+AOTAutograd compiles a graph's forward and backward into one autograd.Function, whose backward
+cannot be differentiated: its inputs are saved activations, which no tape leads to. Here that class
+keeps references to its own inputs, and where somebody asks for more than a first derivative
+(create_graph=True, or vmap over a backward), the gradients come from another program:
+
+    inputs, cotangents -> run the graph on a tape -> torch.autograd.grad(create_graph=True)
+
+which is compiled like any model the first time it is needed, so that its own backward can be
+differentiated again by the same means. It computes the forward once more. What a first derivative
+alone costs is two attributes a call.
+
+    program.py           a graph as a function that runs on a tape; its gradients
+    custom_functions.py  the user's own autograd.Functions in it
+    derivatives.py       those gradients, compiled
+    kept.py              what a call keeps
+    __init__.py          how it comes into what AOTAutograd has made
+
+Private, checked on torch 2.11, 2.13 and 2.15: RuntimeWrapper.post_compile, to which AOTAutograd
+hands that class; the class's forward, backward, metadata and boxed_grads_call;
+torch._C._will_engine_execute_node, _get_current_graph_task_keep_graph, is_legacy_batchedtensor,
+peek_interpreter_stack and retrieve_current_functorch_interpreter; and torch.autograd.graph.
+_engine_run_backward, whose frame tells what gradients somebody asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.autograd import graph as autograd_graph
+
+from normpass.backend.higher_order.derivatives import Derivatives
+from normpass.backend.higher_order.kept import differ, keeper, random_again, random_state
+from normpass.backend.higher_order.program import Layout, Program, Pullback, record
+from normpass.backend.inductor_mistakes.mistake import wrap
+from normpass.passes import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+_KEEPS_GRAPH = torch._C._autograd._get_current_graph_task_keep_graph
+_LEVEL = torch._C._functorch.peek_interpreter_stack
+_IS_LEGACY = torch._C._functorch.is_legacy_batchedtensor
+_VMAP_KEY: Any = torch._C._parse_dispatch_key("VmapMode")
+_VMAP_MODE = torch._C.DispatchKeySet(_VMAP_KEY)
+
+__all__ = ["Program", "differentiable"]
+
+
+class _Compiling(threading.local):
+    program: Program | None = None
+
+
+_COMPILING = _Compiling()
+_install_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Lets this module see what AOTAutograd makes, while it compiles for us; once a process."""
+    global _installed
+    with _install_lock:
+        if not _installed:
+            from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
+
+            wrap(RuntimeWrapper, "post_compile", _around_post_compile)
+            _installed = True
+
+
+@contextlib.contextmanager
+def differentiable(program: Program | None) -> Iterator[None]:
+    """A block in which AOTAutograd compiles a program."""
+    install()
+    before, _COMPILING.program = _COMPILING.program, program
+    try:
+        yield
+    finally:
+        _COMPILING.program = before
+
+
+def _around_post_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_compile(self: Any, compiled_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        function = getattr(compiled_fn, "__self__", None)
+        program = _COMPILING.program
+        if (
+            program is not None
+            and isinstance(function, type)
+            and issubclass(function, torch.autograd.Function)
+        ):
+            with faults.survived("preparing second derivatives", "a graph", "There are none"):
+                attach(function, program)
+        return original(self, compiled_fn, *args, **kwargs)
+
+    return post_compile
+
+
+def attach(function: Any, program: Program) -> None:
+    """Makes a compiled function's backward differentiable."""
+    layout = Layout.of(function.metadata)
+    if layout.inputs != len(program.examples):
+        return
+    derivatives = Derivatives(program, layout)
+    forward, backward = function.forward, function.backward
+    boxed = getattr(function, "boxed_grads_call", False)
+    donates = bool(getattr(function.metadata, "bw_donated_idxs", None))
+    keep = keeper(layout)
+    draws: list[bool] = []  # whether the graph draws random numbers, once it has run
+
+    def forward_and_keep(ctx: Any, *inputs: Any) -> Any:
+        ctx.normpass_kept = kept = keep(inputs)
+        if draws and not draws[0]:
+            return forward(ctx, *inputs)
+        kept.random = before = random_state(inputs)
+        result = forward(ctx, *inputs)
+        if not draws:
+            draws.append(differ(before, random_state(inputs)))
+        return result
+
+    def backward_or_more(ctx: Any, *gradients: Any) -> Any:
+        given = gradients[0] if boxed else gradients
+        if not torch.is_grad_enabled() and not _is_batched(given):
+            if not _KEEPS_GRAPH():
+                ctx.normpass_kept = None
+                return backward(ctx, *gradients)
+            if not donates:
+                return backward(ctx, *gradients)
+        return gradients_of(ctx, derivatives, given)
+
+    function.forward = staticmethod(forward_and_keep)
+    function.backward = staticmethod(backward_or_more)
+
+
+def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    """What a compiled function's backward returns, on a tape."""
+    _ = ctx.saved_tensors  # raises if they are gone, or were written to
+    layout, kept = derivatives.layout, ctx.normpass_kept
+    inputs = kept.unpacked()
+    wanted = tuple(_wanted(ctx, inputs))
+    cotangents = [gradients[one.place] for one in layout.results]
+    with random_again(kept.random):
+        if not _is_batched(cotangents):
+            found = derivatives.pull_back(wanted, inputs, cotangents)
+        else:
+            found = _batched(derivatives, wanted, inputs, cotangents)
+    result: list[Any] = [None] * len(inputs)
+    for i, gradient in zip(wanted, found, strict=True):
+        result[i] = gradient
+    return tuple(result)
+
+
+def _is_batched(gradients: Sequence[Any]) -> bool:
+    """Whether vmap runs over this backward: torch.func's, or that of is_grads_batched=True."""
+    if _LEVEL() is not None:
+        return True
+    for gradient in gradients:  # noqa: SIM110 (any() takes twice the time, in each backward)
+        if gradient is not None and _IS_LEGACY(gradient):
+            return True
+    return False
+
+
+def _batched(
+    derivatives: Derivatives,
+    wanted: tuple[int, ...],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """The gradients for cotangents that vmap has batched: in eager mode, once for all of them."""
+    pullback = Pullback(derivatives.program, derivatives.layout, wanted)
+    higher = torch.is_grad_enabled()
+    with torch.enable_grad():
+        with contextlib.ExitStack() as lowered:
+            lowered.enter_context(torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE))
+            while _LEVEL() is not None:
+                lowered.enter_context(retrieve_current_functorch_interpreter().lower())
+            run = record(derivatives.program, inputs, derivatives.layout)
+        return pullback.gradients(run, cotangents, higher=higher)
+
+
+def _wanted(ctx: Any, inputs: Sequence[Any]) -> Iterator[int]:
+    """Which inputs' gradients the engine will use."""
+    asked = _asked_for()
+    edges = iter(ctx.next_functions)
+    for i, x in enumerate(inputs):
+        if not isinstance(x, Tensor):
+            continue
+        node, _ = next(edges)
+        if node is None or not ctx.needs_input_grad[i]:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            if torch._C._will_engine_execute_node(node):
+                yield i
+        elif asked is None or any(leaf is y or not isinstance(y, Tensor) for y in asked):
+            yield i
+
+
+def _asked_for() -> Sequence[Any] | None:
+    """The inputs of the torch.autograd.grad that is running in this thread; None for all leaves."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is autograd_graph._engine_run_backward.__code__:
+            return frame.f_locals["args"][3] or None
+        frame = frame.f_back
+    return None

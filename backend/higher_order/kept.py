@@ -1,0 +1,125 @@
+"""What a call of compiled code keeps for further derivatives: its inputs, and how it drew random
+numbers.
+
+Private, checked on torch 2.11, 2.13 and 2.15: _top_saved_tensors_default_hooks, SavedTensor and
+(since 2.12) _make_saved_tensor of torch._C._autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from normpass.backend.higher_order.program import Layout
+
+    State = tuple[torch.device | None, Tensor]  # of a generator; the CPU's has no device
+
+_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
+_SAVED = torch._C._autograd.SavedTensor
+_MAKE_SAVED = getattr(torch._C._autograd, "_make_saved_tensor", None)  # since torch 2.12
+_VERSION: Any = operator.attrgetter("_version")
+
+
+class Kept:
+    """What a call keeps for further derivatives.
+
+    inputs: as they were, without a copy unless the graph writes to them. versions: of the tensors
+    among them, 0 for others. random: the state of the generators before the graph ran, if it draws.
+    """
+
+    __slots__ = ("inputs", "random", "versions")
+
+    def __init__(self, inputs: Sequence[Any], versions: list[int]) -> None:
+        self.inputs, self.versions = inputs, versions
+        self.random: list[State] | None = None
+
+    def unpacked(self) -> list[Any]:
+        """Raises RuntimeError if one of them was written to since."""
+        for x, version in zip(self.inputs, self.versions, strict=True):
+            if (now := _version(x)) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: an input of compiled code of shape {tuple(x.shape)} is at "
+                    f"version {now}; expected version {version} instead"
+                )
+        return [x.unpack() if isinstance(x, _SAVED | _Dropped) else x for x in self.inputs]
+
+
+def keeper(layout: Layout) -> Callable[[Sequence[Any]], Kept]:
+    """What makes of a graph's inputs what a call keeps. It runs in each forward, so that what takes
+    time there is left to the calls that need it.
+    """
+    written = layout.written
+
+    def keep(inputs: Sequence[Any]) -> Kept:
+        if written:
+            inputs = [_before_it_is_written(x) if i in written else x for i, x in enumerate(inputs)]
+        if _HOOKS(True) is not None:
+            inputs = [_through_hooks(x) for x in inputs]
+        try:
+            return Kept(inputs, list(map(_VERSION, inputs)))
+        except (AttributeError, RuntimeError):  # a number among them, or a tensor of inference mode
+            return Kept(inputs, list(map(_version, inputs)))
+
+    return keep
+
+
+def _version(x: Any) -> int:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _through_hooks(x: Any) -> Any:
+    """An activation as the hooks for saved tensors keep it: checkpointing would be for nothing if
+    it were kept as it is.
+    """
+    if not isinstance(x, Tensor) or (x.is_leaf and x.requires_grad):
+        return x
+    return _MAKE_SAVED(x, False) if _MAKE_SAVED else _Dropped()
+
+
+class _Dropped:
+    def unpack(self) -> Tensor:
+        raise RuntimeError(
+            "a second derivative of compiled code under hooks for saved tensors (checkpointing, "
+            f"save_on_cpu): expected torch 2.12 or newer, found {torch.__version__}; compile what "
+            "is checkpointed together with the checkpoint"
+        )
+
+
+def _before_it_is_written(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    with torch.enable_grad():
+        return x.clone()
+
+
+def random_state(inputs: Sequence[Any]) -> list[State]:
+    devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
+    states: list[State] = [(None, torch.get_rng_state())]
+    return states + [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+
+def differ(before: Sequence[State], after: Sequence[State]) -> bool:
+    return any(not torch.equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True))
+
+
+@contextlib.contextmanager
+def random_again(states: Sequence[State] | None) -> Iterator[None]:
+    """A block that draws the random numbers that were drawn from these states on."""
+    if states is None:
+        yield
+        return
+    with torch.random.fork_rng([device for device, _ in states if device is not None]):
+        for device, state in states:
+            if device is None:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        yield

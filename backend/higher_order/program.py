@@ -1,0 +1,201 @@
+"""A compiled graph as a function that can be run again on a tape, and its gradients.
+
+Private, checked on torch 2.11, 2.13 and 2.15: input_info, output_info and
+mutated_inp_runtime_indices of the metadata that AOTAutograd keeps of a graph (ViewAndMutationMeta),
+and OutputType; a placeholder's meta["example_value"] in Dynamo's graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Interpreter
+
+from normpass.backend.higher_order import custom_functions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+@dataclass
+class Program:
+    """A graph that is being compiled, and how to compile its derivatives.
+
+    graph: a copy of what Dynamo has handed over. examples: of each input, tensors as fake ones.
+    compile: the backend, with the same options.
+    """
+
+    graph: GraphModule
+    examples: list[Any]
+    compile: Compile
+    autocast: Autocast
+
+    @classmethod
+    def of(cls, graph: GraphModule, inputs: Sequence[Any], compile: Compile) -> Program | None:
+        """None where the examples of tensors are no fake ones: nothing could be traced later."""
+        places = graph.graph.find_nodes(op="placeholder")
+        examples = [n.meta.get("example_value", x) for n, x in zip(places, inputs, strict=True)]
+        tensors = [x for x in examples if isinstance(x, Tensor)]
+        if not tensors or not all(isinstance(x, FakeTensor) for x in tensors):
+            return None
+        own = GraphModule(graph, copy.deepcopy(graph.graph))  # Inductor rewrites what it is given
+        for node in own.graph.nodes:
+            node.meta.pop("example_value", None)
+        own = custom_functions.differentiable(own)
+        return cls(own, examples, compile, Autocast.now())
+
+    def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        with self.autocast.restored():
+            outputs: Sequence[Any] = Interpreter(self.graph).run(*inputs)
+            return outputs
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The state of autocast by device type: whether it is on and its dtype."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def now(cls) -> Autocast:
+        kinds = ("cpu", "cuda")
+        return cls(
+            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        )
+
+    @contextlib.contextmanager
+    def restored(self, *, off: bool = False) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self.states:
+                enabled = enabled and not off
+                if enabled != torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+
+@dataclass(frozen=True)
+class Returned:
+    """One of the values that a compiled forward returns, if a gradient may come to it.
+
+    place: among all that are returned. kind, index: the new value of an input, an output, or the
+    tensor that an output is a view of.
+    """
+
+    place: int
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a compiled graph writes to and returns.
+
+    inputs: how many there are. differentiable: those that require a gradient. written: those that
+    it writes to. results: what it returns that has a gradient, in its order: new values of inputs,
+    outputs, bases of outputs that are views.
+    """
+
+    inputs: int
+    differentiable: frozenset[int]
+    written: frozenset[int]
+    results: tuple[Returned, ...]
+
+    @classmethod
+    def of(cls, metadata: Any) -> Layout:
+        from torch._functorch._aot_autograd.schemas import OutputType
+
+        written, new = metadata.input_info, list(metadata.mutated_inp_runtime_indices)
+        results = [
+            Returned(place, "input", i)
+            for place, i in enumerate(new)
+            if written[i].mutates_data and written[i].requires_grad
+        ]
+        kinds = (
+            OutputType.non_alias,
+            OutputType.unsafe_view_alias,
+            OutputType.custom_function_view,
+        )
+        for i, info in enumerate(metadata.output_info):
+            recorded = getattr(info, "requires_grad_for_backward", info.requires_grad)
+            if info.output_type in kinds and issubclass(info.raw_type, Tensor) and recorded:
+                results.append(Returned(len(new) + i, "output", i))
+        views = OutputType.alias_of_intermediate_save_as_output
+        bases = [i for i, info in enumerate(metadata.output_info) if info.output_type == views]
+        first = len(new) + len(metadata.output_info)
+        results += [Returned(first + k, "base", i) for k, i in enumerate(bases)]
+        return cls(
+            len(written),
+            frozenset(i for i, info in enumerate(written) if info.requires_grad),
+            frozenset(
+                i for i, info in enumerate(written) if info.mutates_data or info.mutates_metadata
+            ),
+            tuple(results),
+        )
+
+
+@dataclass
+class Recorded:
+    """A run of the graph on a tape: its inputs there, and what has gradients."""
+
+    inputs: list[Any]
+    results: list[Tensor]
+
+
+def record(program: Program, values: Sequence[Any], layout: Layout) -> Recorded:
+    """Runs the graph on a tape that starts at its inputs, which stay as they are."""
+    inputs = [_on_tape(x) if i in layout.differentiable else x for i, x in enumerate(values)]
+    fresh = [
+        x.clone() if isinstance(x, Tensor) and i in layout.written else x
+        for i, x in enumerate(inputs)
+    ]
+    outputs = program.run(fresh)
+    results: list[Tensor] = []
+    for one in layout.results:
+        value = fresh[one.index] if one.kind == "input" else outputs[one.index]
+        base: Any = value._base if one.kind == "base" else value
+        results.append(base)
+    return Recorded(inputs, results)
+
+
+def _on_tape(x: Tensor) -> Tensor:
+    return x if x.requires_grad else x.detach().requires_grad_()
+
+
+class Pullback:
+    """The gradients of a graph, as a program of its own: inputs and cotangents in, gradients of
+    the wanted inputs out, None for those that nothing depends on.
+    """
+
+    def __init__(self, program: Program, layout: Layout, wanted: Sequence[int]) -> None:
+        self.program, self.layout, self.wanted = program, layout, wanted
+
+    def __call__(self, *values: Any) -> tuple[Tensor | None, ...]:
+        inputs = self.layout.inputs
+        higher = torch.is_grad_enabled()
+        with torch.enable_grad():
+            run = record(self.program, values[:inputs], self.layout)
+            return self.gradients(run, values[inputs:], higher=higher)
+
+    def gradients(
+        self, run: Recorded, cotangents: Sequence[Tensor], *, higher: bool
+    ) -> tuple[Tensor | None, ...]:
+        pairs = [(y, g) for y, g in zip(run.results, cotangents, strict=True) if y.requires_grad]
+        if not pairs:
+            return (None,) * len(self.wanted)
+        results, given = zip(*pairs, strict=True)
+        with self.program.autocast.restored(off=True):
+            return torch.autograd.grad(
+                results,
+                [run.inputs[i] for i in self.wanted],
+                given,
+                create_graph=higher,
+                allow_unused=True,
+            )

@@ -1,0 +1,300 @@
+"""Compiled code that is differentiated again, against the same code in eager mode.
+
+Stock torch.compile raises an error for all of it that asks for more than one derivative, for a
+batched backward, and, where Inductor has donated buffers, for retain_graph=True. Where eager mode
+itself is wrong (layer norm from the third order on), the oracle is written from primitives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from higher_order_cases import W, X, assert_same, compiled, derivatives, model, numbers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import normpass
+from normpass.backend import record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Function = Callable[..., Any]
+
+
+pytestmark = [
+    # Dynamo's own, where it looks at what it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be"),
+]
+
+
+# --- what a graph may do ------------------------------------------------------------------------
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through, but for a factor that depends on the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Scaled(torch.autograd.Function):
+    """Saves its input, its output, and a value that is neither: a constant for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        y, z = x.exp() * scale, x.sin()
+        ctx.save_for_backward(x, y, z)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, y, z = ctx.saved_tensors
+        return g * y + x.cos() * z * g, None
+
+
+def written_inside(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 2
+    z = y + w.sum()
+    y.mul_(w.sum())
+    return y.tanh() * z @ w
+
+
+def breaks(x: Tensor, w: Tensor) -> Tensor:
+    h = (x @ w).tanh()
+    torch._dynamo.graph_break()
+    h = F.group_norm(h, 2)
+    torch._dynamo.graph_break()
+    return (h @ w).sin()
+
+
+def three_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    h = (x @ w).tanh()
+    return h[0], h[1:], h.t()
+
+
+PROGRAMS: dict[str, Function] = {
+    "composition": lambda x, w: (x @ w).tanh() * x,
+    "a view": lambda x, w: ((x @ w).tanh().view(-1), F.gelu(x @ w)[0]),
+    "views of one result": three_views,
+    "a view of an input": lambda x, w: (x.view(-1), (x @ w).tanh().sum()),
+    "an input": lambda x, w: (x, (x @ w).tanh()),
+    "detached": lambda x, w: (x @ w).tanh() * (x.detach().sin() @ w),
+    "written inside": written_inside,
+    "an unused input": lambda x, w: x.tanh(),
+    "an integer result": lambda x, w: (x.tanh() @ w, x.argmax()),
+    "graph breaks and a shared weight": breaks,
+    "checkpointed": lambda x, w: checkpoint(lambda x: (x @ w).tanh(), x, use_reentrant=False),
+    "a Function": lambda x, w: (Rounded.apply(x @ w) * x).sin(),
+    "a Function that saves all kinds": lambda x, w: (Scaled.apply(x @ w * 0.1, 3.0) * x).sin(),
+    "a Function in a checkpoint": lambda x, w: checkpoint(
+        lambda x: (Scaled.apply(x @ w * 0.1, 3.0) * x).sin(), x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_second_derivatives(name: str) -> None:
+    function = PROGRAMS[name]
+    assert_same(derivatives(compiled(function), X, W), derivatives(function, X, W))
+
+
+@pytest.mark.parametrize("name", ["composition", "graph breaks and a shared weight"])
+def test_third_derivatives(name: str) -> None:
+    function = PROGRAMS[name]
+    assert_same(
+        derivatives(compiled(function), X, W, order=3), derivatives(function, X, W, order=3)
+    )
+
+
+def test_layer_norm_is_right_to_the_third_order() -> None:
+    """The rules hold in what is compiled for higher orders; eager mode is wrong there."""
+
+    def primitives(x: Tensor, w: Tensor) -> Tensor:
+        h = (x @ w).tanh()
+        centred = h - h.mean(-1, keepdim=True)
+        return (centred / ((centred * centred).mean(-1, keepdim=True) + 1e-5).sqrt()).sin()
+
+    ours = compiled(lambda x, w: F.layer_norm((x @ w).tanh(), (4,)).sin())
+    right = derivatives(primitives, X, W, order=3)
+    scale = max(g.abs().max().item() for g in right if g is not None)
+    for found, want in zip(derivatives(ours, X, W, order=3), right, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9 * scale)
+    assert not normpass.decomps.activation.is_registered()
+
+
+def test_batch_norm_updates_its_statistics_once() -> None:
+    def run(make: Callable[[Function], Function]) -> tuple[list[Tensor | None], nn.BatchNorm1d]:
+        norm = nn.BatchNorm1d(4).double()
+        found = derivatives(make(lambda x, w: norm(x @ w).tanh()), X, W)
+        return found, norm
+
+    (ours, norm), (right, reference) = run(compiled), run(lambda f: f)
+    assert_same(ours, right)
+    assert_same(list(norm.buffers()), list(reference.buffers()))
+
+
+def test_an_input_that_is_written_to() -> None:
+    def function(x: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
+        h = x @ w + buffer.clone()
+        buffer.mul_(2)
+        return h.tanh() * buffer.sin()
+
+    ours, right = numbers(3, 4).detach(), numbers(3, 4).detach()
+    assert_same(derivatives(compiled(function), X, W, ours), derivatives(function, X, W, right))
+    assert torch.equal(ours, right)
+
+
+def test_other_sizes_compile_nothing_more() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.group_norm((x @ w).tanh(), 2)
+
+    ours = torch.compile(function, backend="normpass", options={"inner": "eager"}, dynamic=True)
+    with record.watch() as graphs:
+        derivatives(ours, numbers(3, 4), W)
+        first = len(graphs)
+        for rows in (5, 9, 2):
+            x = numbers(rows, 4)
+            assert_same(derivatives(ours, x, W), derivatives(function, x, W))
+        assert len(graphs) == first
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_dropout_has_the_same_mask(inner: str) -> None:
+    ours = compiled(lambda x, w: F.dropout(F.dropout(x, 0.5) @ w, 0.3).sin(), inner=inner)
+    for _ in range(2):
+        y = ours(X, W)
+        first = torch.autograd.grad(y.sum(), (X, W), retain_graph=True)
+        state = torch.get_rng_state()
+        again = torch.autograd.grad(y.sum(), (X, W), create_graph=True)
+        assert_same(again, first)
+        assert torch.equal(state, torch.get_rng_state())
+        # of y: zero where the mask is, and the same mask in the second derivative
+        (second,) = torch.autograd.grad(again[0].sum(), W)
+        assert torch.equal(second.abs().sum() > 0, first[0].abs().sum() > 0)
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    x, w = X.detach().float().requires_grad_(), W.detach().float().requires_grad_()
+
+    def run(function: Function) -> list[Tensor | None]:
+        def under_autocast(*args: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = function(*args)
+            assert y.dtype == torch.bfloat16
+            return y.double()
+
+        return derivatives(under_autocast, x, w)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).tanh() @ w
+
+    for found, want in zip(run(compiled(function)), run(function), strict=True):
+        assert found is not None
+        assert want is not None
+        assert found.dtype == want.dtype
+        # both round to bfloat16, eager mode sums the two gradients of w in it too
+        torch.testing.assert_close(found, want, rtol=0, atol=0.03 * want.abs().max().item())
+
+
+# --- how it is asked for ------------------------------------------------------------------------
+
+
+EYE = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+
+
+def retained(f: Function) -> Any:
+    y = f(X, W).sum()
+    first = torch.autograd.grad(y, (X, W), retain_graph=True)
+    return *first, *torch.autograd.grad(y, (X, W))
+
+
+def batched(f: Function) -> Any:
+    return torch.autograd.grad(f(X, W), (X, W), EYE, is_grads_batched=True)
+
+
+def vmapped(f: Function) -> Any:
+    y = f(X, W)
+    return torch.func.vmap(lambda v: torch.autograd.grad(y, (X, W), v, retain_graph=True))(EYE)
+
+
+def batched_and_again(f: Function) -> Any:
+    (rows,) = torch.autograd.grad(f(X, W), (X,), EYE, is_grads_batched=True, create_graph=True)
+    return torch.autograd.grad(rows.sin().sum(), (X, W))
+
+
+def accumulated(f: Function) -> Any:
+    x, w = (t.detach().clone().requires_grad_() for t in (X, W))
+    (g,) = torch.autograd.grad(f(x, w).sum(), x, create_graph=True)
+    g.square().sum().backward()
+    return x.grad, w.grad
+
+
+def saved_elsewhere(f: Function) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return derivatives(f, X, W)
+
+
+def checkpointed_around(f: Function) -> Any:
+    return derivatives(
+        lambda x, w: checkpoint(lambda x, w: f(f(x, w), w), x, w, use_reentrant=False), X, W
+    )
+
+
+functional = torch.autograd.functional
+ASKED: dict[str, Callable[[Function], Any]] = {
+    "retain_graph": retained,
+    "is_grads_batched": batched,
+    "vmap over a backward": vmapped,
+    "a batched backward, and again": batched_and_again,
+    "a penalty's backward": accumulated,
+    "saved-tensor hooks": saved_elsewhere,
+    "a checkpoint around it": checkpointed_around,
+    "hessian": lambda f: [functional.hessian(lambda x: f(x, W).sum(), X)],
+    "vectorized jacobian": lambda f: [functional.jacobian(lambda x: f(x, W), X, vectorize=True)],
+    "hvp": lambda f: functional.hvp(lambda x: f(x, W).sum(), X, X.cos())[1:],
+    "vhp": lambda f: functional.vhp(lambda x: f(x, W).sum(), X, X.cos())[1:],
+    "jvp": lambda f: functional.jvp(lambda x: f(x, W), X, X.cos())[1:],
+    "torch.func.hessian": lambda f: [torch.func.hessian(lambda x: f(x, W).sum())(X)],
+    "torch.func.jvp": lambda f: torch.func.jvp(lambda x: f(x, W), (X,), (X.cos(),)),
+}
+NEEDS_PACKING = {"saved-tensor hooks", "a checkpoint around it"}
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("how", ASKED)
+def test_however_it_is_asked_for(how: str, inner: str) -> None:
+    ours = compiled(model, inner=inner)
+    if how in NEEDS_PACKING and not hasattr(torch._C._autograd, "_make_saved_tensor"):
+        with pytest.raises(RuntimeError, match=r"expected torch 2.12 or newer, found"):
+            ASKED[how](ours)
+        return
+    assert_same(ASKED[how](ours), ASKED[how](model))
+
+
+def test_only_what_is_asked_for_is_computed() -> None:
+    """A penalty on the gradient of the input alone needs no gradient of the weight first."""
+    ours = compiled(lambda x, w: (x @ w).tanh())
+    with record.watch() as graphs:
+        (g,) = torch.autograd.grad(ours(X, W).sum(), X, create_graph=True)
+    products = [line for line in graphs[-2].before if "mm" in line.text]
+    assert g.shape == X.shape
+    assert len(products) == 2  # the forward's and the gradient's of x
+
+
+def test_it_can_be_turned_off() -> None:
+    """Then it is as in stock: an error, or a gradient that is said not to depend on the input."""
+    ours = compiled(model, double_backward=False)
+    (g,) = torch.autograd.grad(ours(X, W).sum(), X, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"not currently support double backward|been used in"):
+        torch.autograd.grad(g.sin().sum(), X)

@@ -1,0 +1,102 @@
+"""What a call of compiled code keeps for further derivatives, and when it lets it go; threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from higher_order_cases import W, X, assert_same, compiled, derivatives, model, numbers
+from torch import Tensor
+from torch.nn import functional as F
+
+from normpass.backend import higher_order, record
+
+pytestmark = [
+    # Dynamo's own, where it looks at what it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be"),
+]
+
+
+def test_an_input_that_was_written_to_since() -> None:
+    bias = numbers(4)
+    ours = compiled(lambda x, w, b: (x @ w + b).tanh())
+    y = ours(X, W, bias)
+    with torch.no_grad():
+        bias.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version 0"):
+        torch.autograd.grad(y.sum(), X, create_graph=True)
+
+
+def test_a_graph_that_is_freed() -> None:
+    y = compiled(model)(X, W).sum()
+    torch.autograd.grad(y, X)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, X, create_graph=True)
+
+
+def test_nothing_is_kept_after_a_backward() -> None:
+    ours = compiled(lambda x, w: (x * 2).relu() @ w)
+    x = numbers(3, 4) * 1.0
+    alive = weakref.ref(x)
+    y = ours(x, W).sum()
+    torch.autograd.grad(y, W)
+    del x
+    assert alive() is None
+    assert y.grad_fn is not None
+
+
+def test_memory_is_flat() -> None:
+    ours = compiled(model)
+
+    def tensors() -> int:
+        derivatives(ours, X, W)
+        gc.collect()
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    tensors()
+    before = tensors()
+    for _ in range(20):
+        derivatives(ours, X, W)
+    assert tensors() == before
+
+
+def test_threads() -> None:
+    ours, right = compiled(model), derivatives(model, X, W)
+    ours(X, W)  # Dynamo compiles for one thread at a time, and leaves the others to eager mode
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(derivatives(ours, X, W))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for one in found:
+        assert_same(one, right)
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+def test_what_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise NotImplementedError("for the test")
+
+    monkeypatch.setattr(higher_order.Derivatives, "_compile", fail)
+    assert_same(derivatives(compiled(model), X, W), derivatives(model, X, W))
+
+
+def test_the_second_derivative_of_a_norm_is_one_region() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.group_norm(x, 4)
+
+    x = numbers(4, 8, 6, 6)
+    ours = compiled(function, least_bytes=0)
+    with record.watch() as graphs:
+        found = derivatives(ours, x)
+    assert_same(found, derivatives(function, x))
+    assert len([d for d in graphs[-1].decisions if hasattr(d, "text")]) == 1
