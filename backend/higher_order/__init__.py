@@ -104,7 +104,7 @@ def _around_post_compile(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def attach(function: Any, program: Program) -> None:
     """Makes a compiled function's backward differentiable."""
-    layout = Layout.of(function.metadata)
+    layout = Layout.of(function.metadata, program.graph.graph)
     if layout.inputs != len(program.examples):
         return
     derivatives = Derivatives(program, layout)
@@ -142,7 +142,7 @@ def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -
     """What a compiled function's backward returns, on a tape."""
     _ = ctx.saved_tensors  # raises if they are gone, or were written to
     layout, kept = derivatives.layout, ctx.normpass_kept
-    inputs = kept.unpacked()
+    inputs = kept.unpacked(layout)
     wanted = tuple(_wanted(ctx, inputs))
     cotangents = [gradients[one.place] for one in layout.results]
     with random_again(kept.random):

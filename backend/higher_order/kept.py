@@ -40,10 +40,10 @@ class Kept:
         self.inputs, self.versions = inputs, versions
         self.random: list[State] | None = None
 
-    def unpacked(self) -> list[Any]:
+    def unpacked(self, layout: Layout) -> list[Any]:
         """Raises RuntimeError if one of them was written to since."""
-        for x, version in zip(self.inputs, self.versions, strict=True):
-            if (now := _version(x)) != version:
+        for i, (x, version) in enumerate(zip(self.inputs, self.versions, strict=True)):
+            if (now := _version(x)) != version and i not in layout.unread:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: an input of compiled code of shape {tuple(x.shape)} is at "
@@ -56,11 +56,11 @@ def keeper(layout: Layout) -> Callable[[Sequence[Any]], Kept]:
     """What makes of a graph's inputs what a call keeps. It runs in each forward, so that what takes
     time there is left to the calls that need it.
     """
-    written = layout.written
+    copied = layout.written - layout.unread
 
     def keep(inputs: Sequence[Any]) -> Kept:
-        if written:
-            inputs = [_before_it_is_written(x) if i in written else x for i, x in enumerate(inputs)]
+        if copied:
+            inputs = [_before_it_is_written(x) if i in copied else x for i, x in enumerate(inputs)]
         if _HOOKS(True) is not None:
             inputs = [_through_hooks(x) for x in inputs]
         try:

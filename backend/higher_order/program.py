@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Interpreter
+from torch.nn import functional
 
 from normpass.backend.higher_order import custom_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch.fx import Graph, Node
 
     Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -99,17 +102,19 @@ class Layout:
     """What a compiled graph writes to and returns.
 
     inputs: how many there are. differentiable: those that require a gradient. written: those that
-    it writes to. results: what it returns that has a gradient, in its order: new values of inputs,
-    outputs, bases of outputs that are views.
+    it writes to. unread: those of them whose value before does not matter to any derivative.
+    results: what it returns that has a gradient, in its order: new values of inputs, outputs, bases
+    of outputs that are views.
     """
 
     inputs: int
     differentiable: frozenset[int]
     written: frozenset[int]
+    unread: frozenset[int]
     results: tuple[Returned, ...]
 
     @classmethod
-    def of(cls, metadata: Any) -> Layout:
+    def of(cls, metadata: Any, graph: Graph) -> Layout:
         from torch._functorch._aot_autograd.schemas import OutputType
 
         written, new = metadata.input_info, list(metadata.mutated_inp_runtime_indices)
@@ -137,8 +142,31 @@ class Layout:
             frozenset(
                 i for i, info in enumerate(written) if info.mutates_data or info.mutates_metadata
             ),
+            frozenset(_unread(graph)),
             tuple(results),
         )
+
+
+def _unread(graph: Graph) -> Iterator[int]:
+    """Inputs of a graph of Dynamo's that are running statistics of norms in training, or counters
+    of calls.
+    """
+    for i, place in enumerate(graph.find_nodes(op="placeholder")):
+        if place.users and all(_updates(user, place) for user in place.users):
+            yield i
+
+
+def _updates(node: Node, place: Node) -> bool:
+    """Whether a node does nothing with an input but to write to it."""
+    if node.op == "call_method":
+        return node.target in ("add_", "copy_") and place is node.args[0] and not node.users
+    names = ("running_mean", "running_var")
+    if node.target is functional.batch_norm:
+        given = dict(zip(("input", *names, "weight", "bias", "training"), node.args, strict=False))
+        given.update(node.kwargs)
+        uses = [name for name, value in given.items() if value is place]
+        return given.get("training") is True and all(name in names for name in uses)
+    return False
 
 
 @dataclass

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from higher_order_cases import W, X, assert_same, compiled, derivatives, model, numbers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normpass.backend import higher_order, record
+from normpass.backend.higher_order import kept
 
 pytestmark = [
     # Dynamo's own, where it looks at what it traces
@@ -100,3 +101,20 @@ def test_the_second_derivative_of_a_norm_is_one_region() -> None:
         found = derivatives(ours, x)
     assert_same(found, derivatives(function, x))
     assert len([d for d in graphs[-1].decisions if hasattr(d, "text")]) == 1
+
+
+def test_statistics_of_norms_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what they are before a call matters to no derivative."""
+    copied: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        kept, "_before_it_is_written", lambda x: copied.append(x.shape) or x.clone()
+    )
+    norm, buffer = nn.BatchNorm1d(4).double(), numbers(5).detach()
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        read = buffer.sum()
+        buffer.mul_(2)
+        return norm(x @ w).tanh() * read
+
+    compiled(function)(X, W)
+    assert copied == [(5,)]
