@@ -80,8 +80,6 @@ def normpass(
     dump.graph(settings.debug, "00_dynamo", graph)
     if settings.inner == "eager" or _cannot_build(inputs):
         settings = replace(settings, inner="eager")
-    if not settings.double_backward:
-        return _compile(graph, inputs, settings, mode)
     return _compile_differentiable(graph, inputs, settings, mode)
 
 
@@ -93,7 +91,7 @@ def _compile_differentiable(
     def again(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return _compile_differentiable(graph, inputs, settings, mode)
 
-    with higher_order.differentiable(higher_order.Program.of(graph, inputs, again)):
+    with higher_order.differentiable(graph, inputs, again if settings.double_backward else None):
         return _compile(graph, inputs, settings, mode)
 
 

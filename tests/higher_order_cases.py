@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Function = Callable[..., Any]
+
+
+# Dynamo's own, where it looks at what it traces.
+IGNORED = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be"),
+]
 
 
 def compiled(function: Function, **options: Any) -> Function:

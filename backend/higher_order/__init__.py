@@ -14,14 +14,14 @@ alone costs is two attributes a call.
     program.py           a graph as a function that runs on a tape; its gradients
     custom_functions.py  the user's own autograd.Functions in it
     derivatives.py       those gradients, compiled
+    batched.py           cotangents that vmap has batched
     kept.py              what a call keeps
     __init__.py          how it comes into what AOTAutograd has made
 
 Private, checked on torch 2.11, 2.13 and 2.15: RuntimeWrapper.post_compile, to which AOTAutograd
-hands that class; the class's forward, backward, metadata and boxed_grads_call;
-torch._C._will_engine_execute_node, _get_current_graph_task_keep_graph, is_legacy_batchedtensor,
-peek_interpreter_stack and retrieve_current_functorch_interpreter; and torch.autograd.graph.
-_engine_run_backward, whose frame tells what gradients somebody asked for.
+hands that class; the class's forward, backward, metadata, maybe_subclass_metadata and
+boxed_grads_call; torch._C._will_engine_execute_node, _get_current_graph_task_keep_graph; and
+torch.autograd.graph._engine_run_backward, whose frame tells what gradients somebody asked for.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import graph as autograd_graph
 
+from normpass.backend.higher_order.batched import below_vmap, is_batched
 from normpass.backend.higher_order.derivatives import Derivatives
-from normpass.backend.higher_order.kept import differ, keeper, random_again, random_state
-from normpass.backend.higher_order.program import Layout, Program, Pullback, record
+from normpass.backend.higher_order.kept import differ, keeper, random_state
+from normpass.backend.higher_order.program import Layout, Program
 from normpass.backend.inductor_mistakes.mistake import wrap
 from normpass.passes import faults
 
@@ -46,13 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
-_KEEPS_GRAPH = torch._C._autograd._get_current_graph_task_keep_graph
-_LEVEL = torch._C._functorch.peek_interpreter_stack
-_IS_LEGACY = torch._C._functorch.is_legacy_batchedtensor
-_VMAP_KEY: Any = torch._C._parse_dispatch_key("VmapMode")
-_VMAP_MODE = torch._C.DispatchKeySet(_VMAP_KEY)
+    from torch.fx import GraphModule
 
-__all__ = ["Program", "differentiable"]
+    from normpass.backend.higher_order.program import Compile
+
+_KEEPS_GRAPH = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class _Compiling(threading.local):
@@ -76,9 +75,19 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def differentiable(program: Program | None) -> Iterator[None]:
-    """A block in which AOTAutograd compiles a program."""
-    install()
+def differentiable(
+    graph: GraphModule, inputs: Sequence[Any], compile: Compile | None
+) -> Iterator[None]:
+    """A block in which AOTAutograd compiles a graph of Dynamo's.
+
+    compile: the backend with the same options, for the graph's derivatives; None for a graph that
+    is not to be differentiated again.
+    """
+    program = None
+    if compile is not None:
+        with faults.survived("preparing further derivatives", "a graph", "There are none"):
+            install()
+            program = Program.of(graph, inputs, compile)
     before, _COMPILING.program = _COMPILING.program, program
     try:
         yield
@@ -95,7 +104,7 @@ def _around_post_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             and isinstance(function, type)
             and issubclass(function, torch.autograd.Function)
         ):
-            with faults.survived("preparing second derivatives", "a graph", "There are none"):
+            with faults.survived("preparing further derivatives", "a graph", "There are none"):
                 attach(function, program)
         return original(self, compiled_fn, *args, **kwargs)
 
@@ -105,7 +114,7 @@ def _around_post_compile(original: Callable[..., Any]) -> Callable[..., Any]:
 def attach(function: Any, program: Program) -> None:
     """Makes a compiled function's backward differentiable."""
     layout = Layout.of(function.metadata, program.graph.graph)
-    if layout.inputs != len(program.examples):
+    if not _is_understood(function, layout, program):
         return
     derivatives = Derivatives(program, layout)
     forward, backward = function.forward, function.backward
@@ -118,15 +127,17 @@ def attach(function: Any, program: Program) -> None:
         ctx.normpass_kept = kept = keep(inputs)
         if draws and not draws[0]:
             return forward(ctx, *inputs)
-        kept.random = before = random_state(inputs)
+        kept.remember_generators(inputs)
         result = forward(ctx, *inputs)
-        if not draws:
-            draws.append(differ(before, random_state(inputs)))
+        if not draws and kept.random is not None:
+            draws.append(differ(kept.random, random_state(inputs)))
+            if not draws[0]:
+                kept.random = None
         return result
 
     def backward_or_more(ctx: Any, *gradients: Any) -> Any:
         given = gradients[0] if boxed else gradients
-        if not torch.is_grad_enabled() and not _is_batched(given):
+        if not torch.is_grad_enabled() and not is_batched(given):
             if not _KEEPS_GRAPH():
                 ctx.normpass_kept = None
                 return backward(ctx, *gradients)
@@ -138,6 +149,17 @@ def attach(function: Any, program: Program) -> None:
     function.backward = staticmethod(backward_or_more)
 
 
+def _is_understood(function: Any, layout: Layout, program: Program) -> bool:
+    """Whether the function's inputs are the graph's: not parts of subclasses, not what AOTAutograd
+    has made of several that share their memory, and no tokens for effects.
+    """
+    return (
+        layout.inputs == len(program.examples)
+        and function.maybe_subclass_metadata is None
+        and not function.metadata.tokens
+    )
+
+
 def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -> tuple[Any, ...]:
     """What a compiled function's backward returns, on a tape."""
     _ = ctx.saved_tensors  # raises if they are gone, or were written to
@@ -145,43 +167,17 @@ def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -
     inputs = kept.unpacked(layout)
     wanted = tuple(_wanted(ctx, inputs))
     cotangents = [gradients[one.place] for one in layout.results]
-    with random_again(kept.random):
-        if not _is_batched(cotangents):
-            found = derivatives.pull_back(wanted, inputs, cotangents)
-        else:
-            found = _batched(derivatives, wanted, inputs, cotangents)
+    pull_back = partial(derivatives.pull_back, wanted, inputs, random=kept.random)
+    if is_batched(cotangents):
+        found = below_vmap(cotangents, partial(pull_back, batched=True))
+    else:
+        found = pull_back(cotangents)
+    if not _KEEPS_GRAPH():
+        ctx.normpass_kept = None
     result: list[Any] = [None] * len(inputs)
     for i, gradient in zip(wanted, found, strict=True):
         result[i] = gradient
     return tuple(result)
-
-
-def _is_batched(gradients: Sequence[Any]) -> bool:
-    """Whether vmap runs over this backward: torch.func's, or that of is_grads_batched=True."""
-    if _LEVEL() is not None:
-        return True
-    for gradient in gradients:  # noqa: SIM110 (any() takes twice the time, in each backward)
-        if gradient is not None and _IS_LEGACY(gradient):
-            return True
-    return False
-
-
-def _batched(
-    derivatives: Derivatives,
-    wanted: tuple[int, ...],
-    inputs: Sequence[Any],
-    cotangents: Sequence[Tensor],
-) -> Sequence[Tensor | None]:
-    """The gradients for cotangents that vmap has batched: in eager mode, once for all of them."""
-    pullback = Pullback(derivatives.program, derivatives.layout, wanted)
-    higher = torch.is_grad_enabled()
-    with torch.enable_grad():
-        with contextlib.ExitStack() as lowered:
-            lowered.enter_context(torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE))
-            while _LEVEL() is not None:
-                lowered.enter_context(retrieve_current_functorch_interpreter().lower())
-            run = record(derivatives.program, inputs, derivatives.layout)
-        return pullback.gradients(run, cotangents, higher=higher)
 
 
 def _wanted(ctx: Any, inputs: Sequence[Any]) -> Iterator[int]:
@@ -207,6 +203,7 @@ def _asked_for() -> Sequence[Any] | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is autograd_graph._engine_run_backward.__code__:
-            return frame.f_locals["args"][3] or None
+            _, _, _, inputs, *_ = frame.f_locals["args"]
+            return inputs or None
         frame = frame.f_back
     return None

@@ -8,6 +8,7 @@ ShapeEnv.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
+from normpass.backend.higher_order.kept import random_again
 from normpass.backend.higher_order.program import Layout, Program, Pullback, record
 from normpass.decomps.activation import registered
 from normpass.passes import faults
@@ -27,25 +29,33 @@ from normpass.passes import faults
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from normpass.backend.higher_order.kept import State
+
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Key:
     """What a program is compiled for: which inputs' gradients, which cotangents are on the tape,
-    and whether the result is.
+    whether the result is, and how many cotangents there are at once (None: they are not batched).
     """
 
     wanted: tuple[int, ...]
     on_tape: tuple[bool, ...]
     higher: bool
+    batch: int | None
 
 
 @dataclass
 class Derivatives:
-    """The derivatives of one compiled graph, compiled when they are first asked for."""
+    """The derivatives of one compiled graph, compiled when they are first asked for.
+
+    compiled: the code, or why there is none.
+    """
 
     program: Program
     layout: Layout
-    compiled: dict[Key, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[Key, Callable[..., Any] | Exception] = field(default_factory=dict)
 
     @cached_property
     def cotangents(self) -> list[Tensor]:
@@ -60,19 +70,52 @@ class Derivatives:
         return next(x.fake_mode for x in self.program.examples if isinstance(x, FakeTensor))
 
     def pull_back(
-        self, wanted: tuple[int, ...], inputs: Sequence[Any], cotangents: Sequence[Tensor]
+        self,
+        wanted: tuple[int, ...],
+        inputs: Sequence[Any],
+        cotangents: Sequence[Tensor],
+        *,
+        batched: bool = False,
+        random: Sequence[State] | None = None,
     ) -> Sequence[Tensor | None]:
-        """The gradients of the wanted inputs."""
-        higher = torch.is_grad_enabled()
-        key = Key(wanted, tuple(higher and g.requires_grad for g in cotangents), higher)
-        given = [
-            g.contiguous(memory_format=_format_of(like))
-            for g, like in zip(cotangents, self.cotangents, strict=True)
-        ]
-        result: Sequence[Tensor | None] = self.callable_for(key)(*inputs, *given)
-        return result
+        """The gradients of the wanted inputs.
 
-    def callable_for(self, key: Key) -> Callable[..., Any]:
+        batched: cotangents and gradients have one more axis in front. random: the states of the
+        generators that the graph drew from, if it drew; uncompiled, it would draw other numbers.
+
+        Raises:
+            RuntimeError: if the graph draws and its derivative cannot be compiled.
+        """
+        higher = torch.is_grad_enabled()
+        on_tape = tuple(higher and g.requires_grad for g in cotangents)
+        key = Key(wanted, on_tape, higher, len(cotangents[0]) if batched and cotangents else None)
+        code = self.code_for(key)
+        if not isinstance(code, Exception):
+            given = [
+                _plain(g, torch.contiguous_format if batched else _format_of(like))
+                for g, like in zip(cotangents, self.cotangents, strict=True)
+            ]
+            with random_again(random, inputs):
+                found: Sequence[Tensor | None] = code(*inputs, *given)
+            return found
+        if random is None:
+            uncompiled = Pullback(self.program, self.layout, wanted, batched=batched)
+            return uncompiled(*inputs, *cotangents)
+        if not batched:
+            raise RuntimeError(
+                "a further derivative of compiled code that draws random numbers: expected to "
+                f"compile it too, which alone draws the same ones again; found {code}"
+            ) from code
+        rows = [
+            self.pull_back(wanted, inputs, row, random=random)
+            for row in zip(*cotangents, strict=True)
+        ]
+        return [
+            torch.stack(column) if all(g is not None for g in column) else None
+            for column in zip(*rows, strict=True)
+        ]
+
+    def code_for(self, key: Key) -> Callable[..., Any] | Exception:
         found = self.compiled.get(key)
         if found is None:
             with compile_lock:  # tracing is for one thread at a time
@@ -81,22 +124,27 @@ class Derivatives:
                     found = self.compiled[key] = self.compile(key)
         return found
 
-    def compile(self, key: Key) -> Callable[..., Any]:
-        pullback = Pullback(self.program, self.layout, key.wanted)
+    def compile(self, key: Key) -> Callable[..., Any] | Exception:
         try:
-            return self._compile(pullback, key)
+            return self._compile(key)
+        except _SomeSizesOnly as error:
+            log.warning("a further derivative of compiled code runs uncompiled: %s", error)
+            return error
         except Exception as error:
-            faults.report(
-                "compiling a second derivative", "a graph", error, "It runs in eager mode"
-            )
-            return pullback
+            faults.report("compiling a further derivative", "a graph", error, "It runs uncompiled")
+            return error
 
-    def _compile(self, pullback: Pullback, key: Key) -> Callable[..., Any]:
-        cotangents = [
-            g.detach().requires_grad_(on_tape)
-            for g, on_tape in zip(self.cotangents, key.on_tape, strict=True)
+    def _compile(self, key: Key) -> Callable[..., Any]:
+        cotangents = self.cotangents
+        if key.batch is not None:
+            with self.fake_mode:
+                cotangents = [g.new_empty(key.batch, *g.shape) for g in cotangents]
+        examples = [
+            *self.program.examples,
+            *(g.detach().requires_grad_(on) for g, on in zip(cotangents, key.on_tape, strict=True)),
         ]
-        graph = _calls(pullback, [*self.program.examples, *cotangents])
+        batched = key.batch is not None
+        graph = _calls(Pullback(self.program, self.layout, key.wanted, batched=batched), examples)
         grad_mode = torch.enable_grad if key.higher else torch.no_grad
         with contextlib.ExitStack() as stack:
             stack.enter_context(registered())
@@ -104,12 +152,16 @@ class Derivatives:
             stack.enter_context(tracing(TracingContext(self.fake_mode)))
             stack.enter_context(self.program.autocast.restored())
             stack.enter_context(_without_guards(self.fake_mode.shape_env))
-            return self.program.compile(graph, [*self.program.examples, *cotangents])
+            return self.program.compile(graph, examples)
+
+
+class _SomeSizesOnly(RuntimeError):
+    pass
 
 
 @contextlib.contextmanager
 def _without_guards(env: Any) -> Iterator[None]:
-    """Raises RuntimeError if what is compiled in the block holds for some sizes only: Dynamo has
+    """Raises _SomeSizesOnly if what is compiled in the block holds for some sizes only: Dynamo has
     done with its guards, and would not notice other sizes.
     """
     if env is None:
@@ -122,7 +174,12 @@ def _without_guards(env: Any) -> Iterator[None]:
     finally:
         env.frozen = frozen
     if new := [str(guard.expr) for guard in env.guards[before:]]:
-        raise RuntimeError(f"expected code for all sizes; found some for {', '.join(new)} only")
+        raise _SomeSizesOnly(f"expected code for all sizes; found some for {', '.join(new)} only")
+
+
+def _plain(g: Tensor, layout: torch.memory_format) -> Tensor:
+    """A cotangent as compiled code reads it: in memory as it is, and as its example lies."""
+    return g.resolve_conj().resolve_neg().contiguous(memory_format=layout)
 
 
 def _format_of(x: Tensor) -> torch.memory_format:

@@ -32,16 +32,29 @@ class Kept:
 
     inputs: as they were, without a copy unless the graph writes to them. versions: of the tensors
     among them, 0 for others. random: the state of the generators before the graph ran, if it draws.
+    refusal: why there are no further derivatives, if so.
     """
 
-    __slots__ = ("inputs", "random", "versions")
+    __slots__ = ("inputs", "random", "refusal", "versions")
 
     def __init__(self, inputs: Sequence[Any], versions: list[int]) -> None:
         self.inputs, self.versions = inputs, versions
         self.random: list[State] | None = None
+        self.refusal: str | None = None
+
+    def remember_generators(self, inputs: Sequence[Any]) -> None:
+        try:
+            self.random = random_state(inputs)
+        except RuntimeError as error:
+            self.refusal = (
+                "a further derivative of compiled code: expected the states of the random number "
+                f"generators before it ran, found {error}"
+            )
 
     def unpacked(self, layout: Layout) -> list[Any]:
-        """Raises RuntimeError if one of them was written to since."""
+        """Raises RuntimeError if one of them was written to since, or if they do not suffice."""
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
         for i, (x, version) in enumerate(zip(self.inputs, self.versions, strict=True)):
             if (now := _version(x)) != version and i not in layout.unread:
                 raise RuntimeError(
@@ -101,9 +114,19 @@ def _before_it_is_written(x: Any) -> Any:
 
 
 def random_state(inputs: Sequence[Any]) -> list[State]:
-    devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
+    """The states of the generators of a graph's devices.
+
+    Raises:
+        RuntimeError: where a device does not tell: while a CUDA graph is captured.
+    """
+    devices = {x.device for x in inputs if isinstance(x, Tensor)}
+    devices = {device for device in devices if device.type not in ("cpu", "meta")}
     states: list[State] = [(None, torch.get_rng_state())]
-    return states + [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    return states + [(device, _generators(device).get_rng_state(device)) for device in devices]
+
+
+def _generators(device: torch.device) -> Any:
+    return torch.get_device_module(device.type)
 
 
 def differ(before: Sequence[State], after: Sequence[State]) -> bool:
@@ -111,15 +134,22 @@ def differ(before: Sequence[State], after: Sequence[State]) -> bool:
 
 
 @contextlib.contextmanager
-def random_again(states: Sequence[State] | None) -> Iterator[None]:
+def random_again(states: Sequence[State] | None, inputs: Sequence[Any]) -> Iterator[None]:
     """A block that draws the random numbers that were drawn from these states on."""
     if states is None:
         yield
         return
-    with torch.random.fork_rng([device for device, _ in states if device is not None]):
-        for device, state in states:
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
+    before = random_state(inputs)
+    _set(states)
+    try:
         yield
+    finally:
+        _set(before)
+
+
+def _set(states: Sequence[State]) -> None:
+    for device, state in states:
+        if device is None:
+            torch.set_rng_state(state)
+        else:
+            _generators(device).set_rng_state(state, device)

@@ -43,11 +43,15 @@ class Program:
 
     @classmethod
     def of(cls, graph: GraphModule, inputs: Sequence[Any], compile: Compile) -> Program | None:
-        """None where the examples of tensors are no fake ones: nothing could be traced later."""
+        """None where nothing is differentiated, or where the examples of tensors are no fake ones:
+        nothing could be traced later.
+        """
         places = graph.graph.find_nodes(op="placeholder")
         examples = [n.meta.get("example_value", x) for n, x in zip(places, inputs, strict=True)]
         tensors = [x for x in examples if isinstance(x, Tensor)]
-        if not tensors or not all(isinstance(x, FakeTensor) for x in tensors):
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return None
+        if not all(isinstance(x, FakeTensor) for x in tensors):
             return None
         own = GraphModule(graph, copy.deepcopy(graph.graph))  # Inductor rewrites what it is given
         for node in own.graph.nodes:
@@ -142,7 +146,8 @@ class Layout:
             frozenset(
                 i for i, info in enumerate(written) if info.mutates_data or info.mutates_metadata
             ),
-            frozenset(_unread(graph)),
+            # a new value that is on the tape would hold the call that holds it
+            frozenset(_unread(graph)) - {one.index for one in results if one.kind == "input"},
             tuple(results),
         )
 
@@ -200,30 +205,51 @@ def _on_tape(x: Tensor) -> Tensor:
 class Pullback:
     """The gradients of a graph, as a program of its own: inputs and cotangents in, gradients of
     the wanted inputs out, None for those that nothing depends on.
+
+    batched: cotangents and gradients have one more axis in front, which the graph itself has not.
     """
 
-    def __init__(self, program: Program, layout: Layout, wanted: Sequence[int]) -> None:
-        self.program, self.layout, self.wanted = program, layout, wanted
+    def __init__(
+        self, program: Program, layout: Layout, wanted: Sequence[int], *, batched: bool = False
+    ) -> None:
+        self.program, self.layout, self.wanted, self.batched = program, layout, wanted, batched
 
     def __call__(self, *values: Any) -> tuple[Tensor | None, ...]:
-        inputs = self.layout.inputs
+        inputs, cotangents = values[: self.layout.inputs], values[self.layout.inputs :]
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
-            run = record(self.program, values[:inputs], self.layout)
-            return self.gradients(run, values[inputs:], higher=higher)
+            run = record(self.program, inputs, self.layout)
+            pairs = zip(run.results, cotangents, strict=True)
+            pairs_on_tape = [(y, g) for y, g in pairs if y.requires_grad]
+            if not pairs_on_tape:
+                return (None,) * len(self.wanted)
+            results, given = zip(*pairs_on_tape, strict=True)
 
-    def gradients(
-        self, run: Recorded, cotangents: Sequence[Tensor], *, higher: bool
-    ) -> tuple[Tensor | None, ...]:
-        pairs = [(y, g) for y, g in zip(run.results, cotangents, strict=True) if y.requires_grad]
-        if not pairs:
-            return (None,) * len(self.wanted)
-        results, given = zip(*pairs, strict=True)
-        with self.program.autocast.restored(off=True):
-            return torch.autograd.grad(
-                results,
-                [run.inputs[i] for i in self.wanted],
-                given,
-                create_graph=higher,
-                allow_unused=True,
-            )
+            def gradients(*given: Tensor) -> tuple[Tensor | None, ...]:
+                return torch.autograd.grad(
+                    results,
+                    [run.inputs[i] for i in self.wanted],
+                    given,
+                    create_graph=higher,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+
+            with self.program.autocast.restored(off=True):
+                return _over_batch(gradients, given) if self.batched else gradients(*given)
+
+
+def _over_batch(
+    gradients: Callable[..., tuple[Tensor | None, ...]], given: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """vmap of a function some of whose results may be None."""
+    present: list[bool] = []
+
+    def tensors(*given: Tensor) -> tuple[Tensor, ...]:
+        found = gradients(*given)
+        present[:] = [g is not None for g in found]
+        return tuple(g for g in found if g is not None)
+
+    # A checkpoint's second run draws what its first one drew, the same for all.
+    found = iter(torch.func.vmap(tensors, randomness="same")(*given))
+    return tuple(next(found) if there else None for there in present)

@@ -164,6 +164,38 @@ def below(target: Tensor, value: Tensor, refusal: str) -> Iterator[tuple[Tensor,
         yield target, value
 
 
+class OneAxis:
+    """Tensors as they are below all levels, which are those of vmap: their batch axes as one axis
+    in front, which all of them have.
+    """
+
+    def __init__(self, values: Sequence[Tensor], lowered: contextlib.ExitStack) -> None:
+        self.levels: list[tuple[int, int]] = []  # number and size, from the innermost on
+        for level in _each(lowered):
+            pairs = [_unwrapped(value, level) for value in values]
+            sizes = [value.shape[dim] for value, dim in pairs if dim is not None]
+            if sizes:
+                self.levels.append((level, sizes[0]))
+                values = [
+                    value.expand(sizes[0], *value.shape) if dim is None else value.movedim(dim, 0)
+                    for value, dim in pairs
+                ]
+        depth = len(self.levels)
+        self.values = [v.flatten(0, depth - 1) if depth else v.unsqueeze(0) for v in values]
+
+    def wrap(self, value: Tensor) -> Tensor:
+        """A result with that axis in front, as the levels see it."""
+        value = value.unflatten(0, [size for _, size in reversed(self.levels)] or [1])
+        for level, _ in reversed(self.levels):
+            value = add_batch_dim(value, 0, level)
+        return value if self.levels else value.squeeze(0)
+
+
+def only_vmap() -> bool:
+    """Whether all levels are those of vmap."""
+    return set(_kinds()) <= {_VMAP}
+
+
 def may_be_differentiated(values: Iterable[Any]) -> bool:
     """Whether somebody may ask for a derivative of these: a level, or the tape."""
     if in_forward_mode() or any(kind != _VMAP for kind in _kinds()):

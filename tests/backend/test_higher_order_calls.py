@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from higher_order_cases import W, X, assert_same, compiled, derivatives, model, numbers
+from higher_order_cases import IGNORED, W, X, assert_same, compiled, derivatives, model, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normpass.backend import higher_order, record
 from normpass.backend.higher_order import kept
 
-pytestmark = [
-    # Dynamo's own, where it looks at what it traces
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be"),
-]
+pytestmark = IGNORED
 
 
 def test_an_input_that_was_written_to_since() -> None:
@@ -91,6 +87,76 @@ def test_what_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.MonkeyPatch
     assert_same(derivatives(compiled(model), X, W), derivatives(model, X, W))
 
 
+@pytest.mark.usefixtures("faults_are_meant")
+def test_random_numbers_are_drawn_again_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, the same graph would draw others."""
+    compile_it = higher_order.Derivatives._compile
+
+    def only_alone(self: Any, key: Any) -> Any:
+        if key.higher or key.batch is not None:
+            raise NotImplementedError("for the test")
+        return compile_it(self, key)
+
+    monkeypatch.setattr(higher_order.Derivatives, "_compile", only_alone)
+    y = compiled(lambda x, w: F.dropout(x, 0.5) @ w)(X, W)
+    (of_all,) = torch.autograd.grad(y.sum(), X, retain_graph=True)
+    eye = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+    (rows,) = torch.autograd.grad(y, X, eye, is_grads_batched=True, retain_graph=True)
+    assert_same([rows.sum(0)], [of_all])  # one by one
+    with pytest.raises(RuntimeError, match=r"expected to compile it too.*found for the test"):
+        torch.autograd.grad(y.sum(), X, create_graph=True)
+
+
+def test_generators_that_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a CUDA graph is captured: training goes on, a further derivative is refused."""
+
+    def fail(inputs: Any) -> Any:
+        raise RuntimeError("captured")
+
+    monkeypatch.setattr(kept, "random_state", fail)
+    ours = compiled(lambda x, w: F.dropout(x, 0.5) @ w)
+    torch.autograd.grad(ours(X, W).sum(), X)
+    y = ours(X, W)
+    with pytest.raises(RuntimeError, match="expected the states of the random number generators"):
+        torch.autograd.grad(y.sum(), X, create_graph=True)
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+@pytest.mark.parametrize("broken", ["install", "attach"])
+def test_a_first_derivative_survives(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise AttributeError("for the test")
+
+    monkeypatch.setattr(higher_order, broken, fail)
+    assert_same(derivatives(compiled(model), X, W, order=1), derivatives(model, X, W, order=1))
+
+
+def test_levels_of_grad_over_a_backward() -> None:
+    y = compiled(model)(X, W)
+    with pytest.raises(RuntimeError, match="expected levels of vmap alone"):
+        torch.func.grad(lambda v: torch.autograd.grad(y, X, v, retain_graph=True)[0].sum())(
+            torch.ones(3, 4, dtype=torch.float64)
+        )
+
+
+def test_a_buffer_on_the_tape_does_not_hold_its_call() -> None:
+    def function(x: Tensor, w: Tensor, buffer: Tensor) -> Tensor:
+        buffer.copy_((x @ w).tanh())
+        return (x @ w).sin()
+
+    gc.collect()
+    gc.disable()
+    try:
+        ours, x = compiled(function), numbers(3, 4) * 1.0
+        buffer = torch.zeros(3, 4, dtype=torch.float64)
+        ours(x, W, buffer)
+        alive = weakref.ref(x)
+        del x, buffer
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def test_the_second_derivative_of_a_norm_is_one_region() -> None:
     def function(x: Tensor) -> Tensor:
         return F.group_norm(x, 4)
@@ -107,7 +173,7 @@ def test_statistics_of_norms_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
     """Only what they are before a call matters to no derivative."""
     copied: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        kept, "_before_it_is_written", lambda x: copied.append(x.shape) or x.clone()
+        kept, "_before_it_is_written", lambda x: copied.append(tuple(x.shape)) or x.clone()
     )
     norm, buffer = nn.BatchNorm1d(4).double(), numbers(5).detach()
 
