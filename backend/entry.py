@@ -91,8 +91,12 @@ def _compile_differentiable(
     def again(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return _compile_differentiable(graph, inputs, settings, mode)
 
-    with higher_order.differentiable(graph, inputs, again if settings.double_backward else None):
+    def once(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return _compile(graph, inputs, settings, mode)
+
+    if not settings.double_backward:
+        return once(graph, inputs)
+    return higher_order.differentiable(graph, inputs, once, again)
 
 
 def _compile(

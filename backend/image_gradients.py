@@ -37,6 +37,7 @@ import torch
 from torch._C import DispatchKey
 from torch._prims_common import suggest_memory_format
 
+from normpass.backend.images import images
 from normpass.backend.inductor_mistakes.mistake import replace
 from normpass.passes import faults
 from normpass.passes.sizes import hint
@@ -176,14 +177,18 @@ def mark(graph: Graph) -> None:
     """Marks what a graph calls with whether it reads channels_last, and gives the examples of what
     it reads these strides: Inductor lays tensors out as their examples are.
     """
+    _without_copies(graph)
+    convolved = _convolved(graph)
     for op in IMAGES:
         for node in graph.find_nodes(op="call_function", target=op):
             arguments: Any = node.args
             value = arguments[0].meta["val"]
             if value.device.type != "cpu" or (op is CONVOLUTION and value.dtype not in DTYPES):
                 continue
-            node.meta[MARK] = any(_lies_channels_last(arguments[k]) for k in TELLING[op]) or (
-                op in (ENLARGED, UPSAMPLING) and _is_better_channels_last(op, node)
+            node.meta[MARK] = (
+                any(_lies_channels_last(arguments[k]) for k in TELLING[op])
+                or (op is CONVOLUTION and not convolved.isdisjoint(arguments[:2]))
+                or (op in (ENLARGED, UPSAMPLING) and _is_better_channels_last(op, node))
             )
             if op is CONVOLUTION and _is_held_in_blocks(node):
                 node.meta[MARK] = False
@@ -192,6 +197,29 @@ def mark(graph: Graph) -> None:
                     _lay_out(arguments[k])
                 if op is ENLARGED:
                     _lay_out(node)
+
+
+def _without_copies(graph: Graph) -> None:
+    """Takes out copies of what convolutions write to channels_last: on CPUs it lies so."""
+    for copy in graph.find_nodes(op="call_function", target=aten.clone.default):
+        source: Any = copy.args[0]
+        is_convolution = source.target is aten.convolution.default
+        if is_convolution and copy.kwargs.get("memory_format") is torch.channels_last:
+            value = copy.meta["val"]
+            if value.device.type == "cpu" and value.dtype in DTYPES:
+                source.meta["val"] = value
+                copy.replace_all_uses_with(source)
+                graph.erase_node(copy)
+
+
+def _convolved(graph: Graph) -> set[Node]:
+    """Images that are computed beside convolutions, which Inductor makes channels_last on CPUs: in
+    graphs that compute a forward and gradients, for further derivatives.
+    """
+    forward = graph.find_nodes(op="call_function", target=aten.convolution.default)
+    if not any(node.meta["val"].ndim == 4 for node in forward):
+        return set()
+    return {node for node in images(graph) if node.op == "call_function"}
 
 
 def _is_better_channels_last(op: OpOverload, node: Node) -> bool:

@@ -26,7 +26,6 @@ torch.autograd.graph._engine_run_backward, whose frame tells what gradients some
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from functools import partial
@@ -38,7 +37,9 @@ from torch.autograd import graph as autograd_graph
 
 from normpass.backend.higher_order.batched import below_vmap, is_batched
 from normpass.backend.higher_order.derivatives import Derivatives
-from normpass.backend.higher_order.kept import differ, keeper, random_state
+from normpass.backend.higher_order.forward import Forward
+from normpass.backend.higher_order.handover import hand_over
+from normpass.backend.higher_order.kept import keeping
 from normpass.backend.higher_order.program import Layout, Program
 from normpass.backend.inductor_mistakes.mistake import wrap
 from normpass.passes import faults
@@ -54,11 +55,18 @@ if TYPE_CHECKING:
 _KEEPS_GRAPH = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-class _Compiling(threading.local):
+class _Compiling:
+    """A graph that is being compiled, and its forward, once that can be differentiated again."""
+
     program: Program | None = None
+    forward: Forward | None = None
 
 
-_COMPILING = _Compiling()
+class _State(threading.local):
+    compiling: _Compiling | None = None
+
+
+_STATE = _State()
 _install_lock = threading.Lock()
 _installed = False
 
@@ -74,70 +82,62 @@ def install() -> None:
             _installed = True
 
 
-@contextlib.contextmanager
 def differentiable(
-    graph: GraphModule, inputs: Sequence[Any], compile: Compile | None
-) -> Iterator[None]:
-    """A block in which AOTAutograd compiles a graph of Dynamo's.
+    graph: GraphModule, inputs: Sequence[Any], once: Compile, again: Compile
+) -> Callable[..., Any]:
+    """Compiles a graph of Dynamo's so that its backward can be differentiated.
 
-    compile: the backend with the same options, for the graph's derivatives; None for a graph that
-    is not to be differentiated again.
+    once: the backend, by AOTAutograd. again: the same, by this function, for its derivatives.
     """
-    program = None
-    if compile is not None:
-        with faults.survived("preparing further derivatives", "a graph", "There are none"):
-            install()
-            program = Program.of(graph, inputs, compile)
-    before, _COMPILING.program = _COMPILING.program, program
+    compiling = _Compiling()
+    with faults.survived("preparing further derivatives", "a graph", "There are none"):
+        install()
+        compiling.program = Program.of(graph, inputs, again)
+    before, _STATE.compiling = _STATE.compiling, compiling
     try:
-        yield
+        code = once(graph, inputs)
     finally:
-        _COMPILING.program = before
+        _STATE.compiling = before
+    return compiling.forward.around(code) if compiling.forward else code
 
 
 def _around_post_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_compile(self: Any, compiled_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function = getattr(compiled_fn, "__self__", None)
-        program = _COMPILING.program
+        compiling = _STATE.compiling
         if (
-            program is not None
+            compiling is not None
+            and compiling.program is not None
             and isinstance(function, type)
             and issubclass(function, torch.autograd.Function)
         ):
             with faults.survived("preparing further derivatives", "a graph", "There are none"):
-                attach(function, program)
+                compiling.forward = attach(function, compiling.program)
         return original(self, compiled_fn, *args, **kwargs)
 
     return post_compile
 
 
-def attach(function: Any, program: Program) -> None:
-    """Makes a compiled function's backward differentiable."""
-    layout = Layout.of(function.metadata, program.graph.graph)
+def attach(function: Any, program: Program) -> Forward | None:
+    """Makes a compiled function's backward differentiable; None where it cannot be."""
+    handed = program.handed
+    layout = Layout.of(function.metadata, program.graph.graph, len(handed or ()))
     if not _is_understood(function, layout, program):
-        return
-    derivatives = Derivatives(program, layout)
+        return None
+    found = Forward(program, len(function.metadata.output_info))
+    derivatives = Derivatives(program, layout, found.handing_over)
     forward, backward = function.forward, function.backward
     boxed = getattr(function, "boxed_grads_call", False)
+    if handed is not None:
+        forward, backward = hand_over(forward, backward, layout)
+        handed.is_attached = True
+    places = [one.place for one in layout.results] if handed else []
     donates = bool(getattr(function.metadata, "bw_donated_idxs", None))
-    keep = keeper(layout)
-    draws: list[bool] = []  # whether the graph draws random numbers, once it has run
-
-    def forward_and_keep(ctx: Any, *inputs: Any) -> Any:
-        ctx.normpass_kept = kept = keep(inputs)
-        if draws and not draws[0]:
-            return forward(ctx, *inputs)
-        kept.remember_generators(inputs)
-        result = forward(ctx, *inputs)
-        if not draws and kept.random is not None:
-            draws.append(differ(kept.random, random_state(inputs)))
-            if not draws[0]:
-                kept.random = None
-        return result
 
     def backward_or_more(ctx: Any, *gradients: Any) -> Any:
         given = gradients[0] if boxed else gradients
-        if not torch.is_grad_enabled() and not is_batched(given):
+        is_plain = not torch.is_grad_enabled() and not is_batched(given)
+        if is_plain and all(given[i] is not None for i in places):
             if not _KEEPS_GRAPH():
                 ctx.normpass_kept = None
                 return backward(ctx, *gradients)
@@ -145,8 +145,9 @@ def attach(function: Any, program: Program) -> None:
                 return backward(ctx, *gradients)
         return gradients_of(ctx, derivatives, given)
 
-    function.forward = staticmethod(forward_and_keep)
+    function.forward = staticmethod(keeping(forward, layout))
     function.backward = staticmethod(backward_or_more)
+    return found
 
 
 def _is_understood(function: Any, layout: Layout, program: Program) -> bool:
@@ -167,7 +168,8 @@ def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -
     inputs = kept.unpacked(layout)
     wanted = tuple(_wanted(ctx, inputs))
     cotangents = [gradients[one.place] for one in layout.results]
-    pull_back = partial(derivatives.pull_back, wanted, inputs, random=kept.random)
+    handed = ctx.saved_tensors[-len(layout.handed) :] if layout.handed else ()
+    pull_back = partial(derivatives.pull_back, wanted, inputs, handed=handed, random=kept.random)
     if is_batched(cotangents):
         found = below_vmap(cotangents, partial(pull_back, batched=True))
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 
 from normpass.backend.higher_order.kept import random_again
-from normpass.backend.higher_order.program import Layout, Program, Pullback, record
+from normpass.backend.higher_order.program import Key, Layout, Program, Pullback, record
 from normpass.decomps.activation import registered
 from normpass.passes import faults
 
@@ -34,80 +33,87 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Key:
-    """What a program is compiled for: which inputs' gradients, which cotangents are on the tape,
-    whether the result is, and how many cotangents there are at once (None: they are not batched).
-    """
-
-    wanted: tuple[int, ...]
-    on_tape: tuple[bool, ...]
-    higher: bool
-    batch: int | None
-
-
 @dataclass
 class Derivatives:
     """The derivatives of one compiled graph, compiled when they are first asked for.
 
-    compiled: the code, or why there is none.
+    forward: what compiles a forward that hands over. compiled: the code, or why there is none.
     """
 
     program: Program
     layout: Layout
+    forward: Callable[[], Callable[..., Any] | None] = lambda: None
     compiled: dict[Key, Callable[..., Any] | Exception] = field(default_factory=dict)
 
     @cached_property
     def cotangents(self) -> list[Tensor]:
         """An example of each cotangent, as a fake tensor that lies as its result does."""
-        with self.fake_mode, torch.no_grad():
-            run = record(self.program, self.program.examples, self.layout)
-            return [torch.empty_like(y.detach(), memory_format=_format_of(y)) for y in run.results]
+        with self.program.fake_mode:
+            return [torch.empty_like(y, memory_format=_format_of(y)) for y in self._results]
 
     @cached_property
-    def fake_mode(self) -> Any:
-        """Dynamo's own, in which the examples were made."""
-        return next(x.fake_mode for x in self.program.examples if isinstance(x, FakeTensor))
+    def handed(self) -> list[Tensor]:
+        """An example of each value that the forward hands over."""
+        return [self._results[k].requires_grad_() for k in self.layout.handed]
+
+    @cached_property
+    def _results(self) -> list[Tensor]:
+        with self.program.fake_mode, torch.no_grad():
+            run = record(self.program, self.program.examples, self.layout)
+            return [y.detach() for y in run.results]
 
     def pull_back(
         self,
         wanted: tuple[int, ...],
         inputs: Sequence[Any],
-        cotangents: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
         *,
+        handed: Sequence[Tensor] = (),
         batched: bool = False,
         random: Sequence[State] | None = None,
     ) -> Sequence[Tensor | None]:
         """The gradients of the wanted inputs.
 
-        batched: cotangents and gradients have one more axis in front. random: the states of the
-        generators that the graph drew from, if it drew; uncompiled, it would draw other numbers.
+        cotangents: None for one that is zero. handed: what the forward has handed over. batched:
+        cotangents and gradients have one more axis in front. random: the states of the generators
+        that the graph drew from, if it drew; uncompiled, it would draw other numbers.
 
         Raises:
             RuntimeError: if the graph draws and its derivative cannot be compiled.
         """
         higher = torch.is_grad_enabled()
-        on_tape = tuple(higher and g.requires_grad for g in cotangents)
-        key = Key(wanted, on_tape, higher, len(cotangents[0]) if batched and cotangents else None)
+        there = [g for g in cotangents if g is not None]
+        on_tape = tuple(None if g is None else higher and g.requires_grad for g in cotangents)
+        key = Key(
+            wanted,
+            on_tape,
+            higher,
+            len(there[0]) if batched and there else None,
+            random is not None,
+        )
+        if higher and not batched and random is None and (forward := self.forward()):
+            # A call of before it was compiled: it runs once more.
+            again = replace(self.program, code=forward)
+            return Pullback(again, self.layout, key)(*inputs, *there)
         code = self.code_for(key)
         if not isinstance(code, Exception):
             given = [
                 _plain(g, torch.contiguous_format if batched else _format_of(like))
                 for g, like in zip(cotangents, self.cotangents, strict=True)
+                if g is not None
             ]
             with random_again(random, inputs):
-                found: Sequence[Tensor | None] = code(*inputs, *given)
-            return found
+                found: Sequence[Tensor | None] = code(*inputs, *handed, *given)
+            return found[: len(wanted)]
         if random is None:
-            uncompiled = Pullback(self.program, self.layout, wanted, batched=batched)
-            return uncompiled(*inputs, *cotangents)
+            return Pullback(self.program, self.layout, key)(*inputs, *handed, *there)
         if not batched:
             raise RuntimeError(
                 "a further derivative of compiled code that draws random numbers: expected to "
                 f"compile it too, which alone draws the same ones again; found {code}"
             ) from code
         rows = [
-            self.pull_back(wanted, inputs, row, random=random)
+            self.pull_back(wanted, inputs, row, handed=handed, random=random)
             for row in zip(*cotangents, strict=True)
         ]
         return [
@@ -137,22 +143,32 @@ class Derivatives:
     def _compile(self, key: Key) -> Callable[..., Any]:
         cotangents = self.cotangents
         if key.batch is not None:
-            with self.fake_mode:
+            with self.program.fake_mode:
                 cotangents = [g.new_empty(key.batch, *g.shape) for g in cotangents]
+        given = zip(cotangents, key.on_tape, strict=True)
         examples = [
             *self.program.examples,
-            *(g.detach().requires_grad_(on) for g, on in zip(cotangents, key.on_tape, strict=True)),
+            *self.handed,
+            *(g.detach().requires_grad_(on) for g, on in given if on is not None),
         ]
-        batched = key.batch is not None
-        graph = _calls(Pullback(self.program, self.layout, key.wanted, batched=batched), examples)
-        grad_mode = torch.enable_grad if key.higher else torch.no_grad
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(registered())
-            stack.enter_context(grad_mode())
-            stack.enter_context(tracing(TracingContext(self.fake_mode)))
-            stack.enter_context(self.program.autocast.restored())
-            stack.enter_context(_without_guards(self.fake_mode.shape_env))
-            return self.program.compile(graph, examples)
+        graph = _calls(Pullback(self.program, self.layout, key), examples)
+        return compiled(self.program, graph, examples, higher=key.higher)
+
+
+def compiled(
+    program: Program, graph: GraphModule, examples: Sequence[Any], *, higher: bool
+) -> Callable[..., Any]:
+    """Compiles a graph for a program's derivatives, as the program itself was.
+
+    higher: whether its results are on the tape.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(registered())
+        stack.enter_context(torch.set_grad_enabled(higher))
+        stack.enter_context(tracing(TracingContext(program.fake_mode)))
+        stack.enter_context(program.autocast.restored())
+        stack.enter_context(_without_guards(program.fake_mode.shape_env))
+        return program.compile(graph, examples)
 
 
 class _SomeSizesOnly(RuntimeError):
@@ -201,6 +217,6 @@ def _calls(pullback: Pullback, examples: Sequence[Any]) -> GraphModule:
         inputs.append(graph.placeholder(f"input_{i}"))
         inputs[-1].meta["example_value"] = example
     call = graph.call_function(gradients, tuple(inputs))
-    each = [graph.call_function(operator.getitem, (call, i)) for i in range(len(pullback.wanted))]
+    each = [graph.call_function(operator.getitem, (call, i)) for i in range(pullback.results)]
     graph.output(tuple(each))
     return GraphModule(torch.nn.Module(), graph)

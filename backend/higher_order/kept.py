@@ -84,6 +84,26 @@ def keeper(layout: Layout) -> Callable[[Sequence[Any]], Kept]:
     return keep
 
 
+def keeping(forward: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """A compiled function's forward, which keeps what further derivatives need in its context."""
+    keep = keeper(layout)
+    draws: list[bool] = []  # whether the graph draws random numbers, once it has run
+
+    def forward_and_keep(ctx: Any, *inputs: Any) -> Any:
+        ctx.normpass_kept = kept = keep(inputs)
+        if draws and not draws[0]:
+            return forward(ctx, *inputs)
+        kept.remember_generators(inputs)
+        result = forward(ctx, *inputs)
+        if not draws and kept.random is not None:
+            draws.append(differ(kept.random, random_state(inputs)))
+            if not draws[0]:
+                kept.random = None
+        return result
+
+    return forward_and_keep
+
+
 def _version(x: Any) -> int:
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 

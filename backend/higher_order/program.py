@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,14 @@ from torch.fx import GraphModule, Interpreter
 from torch.nn import functional
 
 from normpass.backend.higher_order import custom_functions
+from normpass.backend.higher_order.handover import HANDED, Phase, WithGiven
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch.fx import Graph, Node
+
+    from normpass.backend.higher_order.handover import Handed
 
     Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -33,13 +37,16 @@ class Program:
     """A graph that is being compiled, and how to compile its derivatives.
 
     graph: a copy of what Dynamo has handed over. examples: of each input, tensors as fake ones.
-    compile: the backend, with the same options.
+    compile: the backend, with the same options. handed: what it hands over to its derivatives.
+    code: what runs in place of the graph.
     """
 
     graph: GraphModule
     examples: list[Any]
     compile: Compile
     autocast: Autocast
+    handed: Handed | None = None
+    code: Callable[..., Any] | None = None
 
     @classmethod
     def of(cls, graph: GraphModule, inputs: Sequence[Any], compile: Compile) -> Program | None:
@@ -57,12 +64,23 @@ class Program:
         for node in own.graph.nodes:
             node.meta.pop("example_value", None)
         own = custom_functions.differentiable(own)
-        return cls(own, examples, compile, Autocast.now())
+        return cls(own, examples, compile, Autocast.now(), graph.meta.get(HANDED))
 
-    def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    @property
+    def fake_mode(self) -> Any:
+        """Dynamo's own, in which the examples were made."""
+        return next(x.fake_mode for x in self.examples if isinstance(x, FakeTensor))
+
+    def run(
+        self, inputs: Sequence[Any], given: Sequence[Tensor] = (), phase: Phase | None = None
+    ) -> Sequence[Any]:
+        """given: what the graph hands over, if that is known; phase: of its gradients."""
+        run: Callable[..., Sequence[Any]] = self.code or Interpreter(self.graph).run
+        if given and self.handed and phase:
+            by_name = dict(zip(self.handed.names, given, strict=True))
+            run = WithGiven(self.graph, by_name, phase).run
         with self.autocast.restored():
-            outputs: Sequence[Any] = Interpreter(self.graph).run(*inputs)
-            return outputs
+            return run(*inputs)
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,7 @@ class Layout:
     inputs: how many there are. differentiable: those that require a gradient. written: those that
     it writes to. unread: those of them whose value before does not matter to any derivative.
     results: what it returns that has a gradient, in its order: new values of inputs, outputs, bases
-    of outputs that are views.
+    of outputs that are views. handed: which of the results are handed over.
     """
 
     inputs: int
@@ -116,9 +134,15 @@ class Layout:
     written: frozenset[int]
     unread: frozenset[int]
     results: tuple[Returned, ...]
+    handed: tuple[int, ...]
 
     @classmethod
-    def of(cls, metadata: Any, graph: Graph) -> Layout:
+    def of(cls, metadata: Any, graph: Graph, handed: int = 0) -> Layout:
+        """handed: how many of the outputs, the last ones, are handed over.
+
+        Raises:
+            ValueError: if AOTAutograd takes one of them for a view of something.
+        """
         from torch._functorch._aot_autograd.schemas import OutputType
 
         written, new = metadata.input_info, list(metadata.mutated_inp_runtime_indices)
@@ -140,6 +164,10 @@ class Layout:
         bases = [i for i, info in enumerate(metadata.output_info) if info.output_type == views]
         first = len(new) + len(metadata.output_info)
         results += [Returned(first + k, "base", i) for k, i in enumerate(bases)]
+        own = len(metadata.output_info) - handed
+        over = [k for k, one in enumerate(results) if one.kind == "output" and one.index >= own]
+        if len(over) != handed:
+            raise ValueError(f"expected {handed} tensors to hand over; found {len(over)} of them")
         return cls(
             len(written),
             frozenset(i for i, info in enumerate(written) if info.requires_grad),
@@ -149,6 +177,7 @@ class Layout:
             # a new value that is on the tape would hold the call that holds it
             frozenset(_unread(graph)) - {one.index for one in results if one.kind == "input"},
             tuple(results),
+            tuple(over),
         )
 
 
@@ -176,71 +205,117 @@ def _updates(node: Node, place: Node) -> bool:
 
 @dataclass
 class Recorded:
-    """A run of the graph on a tape: its inputs there, and what has gradients."""
+    """A run of the graph on a tape: its inputs there, what has gradients, and all tensors that it
+    has computed or written to.
+    """
 
     inputs: list[Any]
     results: list[Tensor]
+    computed: list[Tensor]
 
 
-def record(program: Program, values: Sequence[Any], layout: Layout) -> Recorded:
+def record(
+    program: Program,
+    values: Sequence[Any],
+    layout: Layout,
+    given: Sequence[Tensor] = (),
+    phase: Phase | None = None,
+) -> Recorded:
     """Runs the graph on a tape that starts at its inputs, which stay as they are."""
     inputs = [_on_tape(x) if i in layout.differentiable else x for i, x in enumerate(values)]
     fresh = [
         x.clone() if isinstance(x, Tensor) and i in layout.written else x
         for i, x in enumerate(inputs)
     ]
-    outputs = program.run(fresh)
+    outputs = program.run(fresh, given, phase)
     results: list[Tensor] = []
     for one in layout.results:
         value = fresh[one.index] if one.kind == "input" else outputs[one.index]
         base: Any = value._base if one.kind == "base" else value
         results.append(base)
-    return Recorded(inputs, results)
+    written = (x for i, x in enumerate(fresh) if i in layout.written)
+    return Recorded(inputs, results, [y for y in (*outputs, *written) if isinstance(y, Tensor)])
+
+
+def _number(values: Sequence[Tensor]) -> Tensor:
+    """One that depends on all of them."""
+    real = (torch.view_as_real(y) if y.is_complex() else y for y in values)
+    sums = [y.detach().to(torch.float32).sum().cpu() for y in real]
+    return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
 def _on_tape(x: Tensor) -> Tensor:
-    return x if x.requires_grad else x.detach().requires_grad_()
+    """An input of its own: one may have been computed from another, and gradients in that one end
+    at this graph.
+    """
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What gradients a program computes.
+
+    wanted: of which inputs. on_tape: whether each cotangent is on the tape; None for one that is
+    not there, so zero. higher: whether the gradients are on the tape. batch: how many cotangents
+    there are at once; None if they are not batched. draws: whether the graph draws random numbers.
+    """
+
+    wanted: tuple[int, ...]
+    on_tape: tuple[bool | None, ...]
+    higher: bool
+    batch: int | None
+    draws: bool
 
 
 class Pullback:
-    """The gradients of a graph, as a program of its own: inputs and cotangents in, gradients of
-    the wanted inputs out, None for those that nothing depends on.
+    """The gradients of a graph, as a program of its own: inputs, what the forward has handed over
+    and cotangents in, gradients of the wanted inputs out, None for those that nothing depends on.
 
-    batched: cotangents and gradients have one more axis in front, which the graph itself has not.
+    A batch of cotangents, and of gradients, has one more axis in front, which the graph has not.
+    Where random numbers are drawn there is one more result, which depends on all that the graph
+    computes: the same numbers are those that are drawn in the same order, all of them.
     """
 
-    def __init__(
-        self, program: Program, layout: Layout, wanted: Sequence[int], *, batched: bool = False
-    ) -> None:
-        self.program, self.layout, self.wanted, self.batched = program, layout, wanted, batched
+    def __init__(self, program: Program, layout: Layout, key: Key) -> None:
+        self.program, self.layout, self.key = program, layout, key
+
+    @property
+    def results(self) -> int:
+        return len(self.key.wanted) + self.key.draws
 
     def __call__(self, *values: Any) -> tuple[Tensor | None, ...]:
-        inputs, cotangents = values[: self.layout.inputs], values[self.layout.inputs :]
+        count, key, phase = self.layout.inputs, self.key, Phase()
+        inputs, values = values[:count], values[count:]
+        count = len(self.program.handed or ())
+        handed, cotangents = values[:count], values[count:]
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
-            run = record(self.program, inputs, self.layout)
-            pairs = zip(run.results, cotangents, strict=True)
+            run = record(self.program, inputs, self.layout, handed, phase)
+            there = [y for y, on in zip(run.results, key.on_tape, strict=True) if on is not None]
+            pairs = zip(there, cotangents, strict=True)
             pairs_on_tape = [(y, g) for y, g in pairs if y.requires_grad]
+            everything = (_number(run.computed),) if key.draws else ()
             if not pairs_on_tape:
-                return (None,) * len(self.wanted)
+                return (None,) * len(key.wanted) + everything
             results, given = zip(*pairs_on_tape, strict=True)
 
             def gradients(*given: Tensor) -> tuple[Tensor | None, ...]:
                 return torch.autograd.grad(
                     results,
-                    [run.inputs[i] for i in self.wanted],
+                    [run.inputs[i] for i in key.wanted],
                     given,
                     create_graph=higher,
                     retain_graph=True,
                     allow_unused=True,
                 )
 
-            with self.program.autocast.restored(off=True):
-                return _over_batch(gradients, given) if self.batched else gradients(*given)
+            with self.program.autocast.restored(off=True), phase:
+                over_all = gradients if key.batch is None else partial(_over_batch, gradients)
+                return over_all(*given) + everything
 
 
 def _over_batch(
-    gradients: Callable[..., tuple[Tensor | None, ...]], given: Sequence[Tensor]
+    gradients: Callable[..., tuple[Tensor | None, ...]], *given: Tensor
 ) -> tuple[Tensor | None, ...]:
     """vmap of a function some of whose results may be None."""
     present: list[bool] = []

@@ -35,6 +35,16 @@ def _numbers_and_flags() -> dict[str, Any]:
     return {**_numbers(), **dict.fromkeys(flags, False)}
 
 
+def _images(weight: Tensor) -> dict[str, Any]:
+    """Of two examples in one axis: an input and a gradient of its convolution with this weight."""
+    channels, inputs, _ = weight.shape
+    x, g = (
+        torch.arange(2 * k * 5, dtype=torch.float64).sin().view(2, k, 5).to(weight.dtype)
+        for k in (inputs, channels)
+    )
+    return {"input": x, "grad_output": g, "bias_sizes": [channels]}
+
+
 _of_convolution = partial(
     manual,
     "input_p: n c s, input_t: n c s, weight_p: d c 3, weight_t: d c 3, bias_p: d, bias_t: d "
@@ -99,3 +109,40 @@ def _cudnn_convolution_backward(
     numbers = (stride, padding, dilation, transposed, output_padding, groups)
     found = aten.convolution_backward(grad_output, self, weight, None, *numbers, [*mask, False])
     return found[0], found[1]
+
+
+@manual(
+    "ggI: n c s, ggW: d c 3, ggb: d, gO: n d s, weight: d c 3, self: n c s "
+    "-> dgO: n d s, dself: n c s, dweight: d c 3",
+    rest=f"{_NUMBERS}, bool[] output_mask",
+    sample=lambda weight: {**_numbers(), **_images(weight)},
+    of="convolution_backward",
+    source="aten/src/ATen/native/Convolution.cpp: _convolution_double_backward",
+    why="upstream's dweight is a convolution whose kernel is an image and whose channels are the "
+    "examples, which takes several times as long",
+    as_given=True,
+)
+def _convolution_double_backward(
+    ggI: Gradient,
+    ggW: Gradient,
+    ggb: Gradient,
+    gO: Tensor,
+    weight: Tensor,
+    self: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y = x * w + b, a convolution, whose gradients dx and dw are bilinear in gO and w, gO and x
+
+    dgO = ggI * w + x * ggW + ggb,  dself = dx of gO and ggW,  dweight = dw of gO and ggI
+    """
+    *numbers, mask = rest
+    dgO = dself = dweight = ZERO
+    if mask[0]:
+        dgO = convolution_jvp(self, ggI, weight, ggW, None, ggb, *numbers)
+    if mask[1] and not absent(ggW):
+        backward = aten.convolution_backward(gO, self, ggW, None, *numbers, [True, False, False])
+        dself = backward[0]
+    if mask[2] and not absent(ggI):
+        backward = aten.convolution_backward(gO, ggI, weight, None, *numbers, [False, True, False])
+        dweight = backward[1]
+    return dgO, dself, dweight

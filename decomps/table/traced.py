@@ -28,6 +28,7 @@ BETTER = {
     "aten.scatter_reduce.two": "a wrong tangent of a product of several, half a gradient of a "
     "maximum without self",
     "aten.index_reduce.default": "no forward mode",
+    "aten.convolution_backward.default": "a weight's gradient as a convolution of whole images",
 }
 # The same below levels of torch.func alone: for the tape PyTorch's own is as short, and as fast.
 BETTER_IN_TRANSFORMS = {

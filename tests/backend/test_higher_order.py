@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from higher_order_cases import IGNORED, W, X, assert_same, compiled, derivatives, model, numbers
+from higher_order_programs import PROGRAMS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
@@ -33,74 +34,6 @@ EYE = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
 
 
 # --- what a graph may do ------------------------------------------------------------------------
-
-
-class Rounded(torch.autograd.Function):
-    """Straight through, but for a factor that depends on the input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * ctx.saved_tensors[0].cos()
-
-
-class Scaled(torch.autograd.Function):
-    """Saves its input, its output, and a value that is neither: a constant for its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        y, z = x.exp() * scale, x.sin()
-        ctx.save_for_backward(x, y, z)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, y, z = ctx.saved_tensors
-        return g * y + x.cos() * z * g, None
-
-
-def written_inside(x: Tensor, w: Tensor) -> Tensor:
-    y = x * 2
-    z = y + w.sum()
-    y.mul_(w.sum())
-    return y.tanh() * z @ w
-
-
-def breaks(x: Tensor, w: Tensor) -> Tensor:
-    h = (x @ w).tanh()
-    torch._dynamo.graph_break()
-    h = F.group_norm(h, 2)
-    torch._dynamo.graph_break()
-    return (h @ w).sin()
-
-
-def three_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    h = (x @ w).tanh()
-    return h[0], h[1:], h.t()
-
-
-PROGRAMS: dict[str, Function] = {
-    "composition": lambda x, w: (x @ w).tanh() * x,
-    "a view": lambda x, w: ((x @ w).tanh().view(-1), F.gelu(x @ w)[0]),
-    "views of one result": three_views,
-    "a view of an input": lambda x, w: (x.view(-1), (x @ w).tanh().sum()),
-    "an input": lambda x, w: (x, (x @ w).tanh()),
-    "detached": lambda x, w: (x @ w).tanh() * (x.detach().sin() @ w),
-    "written inside": written_inside,
-    "an unused input": lambda x, w: x.tanh(),
-    "an integer result": lambda x, w: (x.tanh() @ w, x.argmax()),
-    "graph breaks and a shared weight": breaks,
-    "checkpointed": lambda x, w: checkpoint(lambda x: (x @ w).tanh(), x, use_reentrant=False),
-    "a Function": lambda x, w: (Rounded.apply(x @ w) * x).sin(),
-    "a Function that saves all kinds": lambda x, w: (Scaled.apply(x @ w * 0.1, 3.0) * x).sin(),
-    "a Function in a checkpoint": lambda x, w: checkpoint(
-        lambda x: (Scaled.apply(x @ w * 0.1, 3.0) * x).sin(), x, use_reentrant=False
-    ),
-}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -237,6 +170,23 @@ def test_dropout_has_the_same_masks(inner: str) -> None:
         assert_same(found[:2], first)
         assert_same(found, both(masked))
         assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_dropout_has_the_same_mask_behind_one_that_no_gradient_needs(inner: str) -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return F.dropout(x.detach(), 0.5), F.dropout(x @ w, 0.5)
+
+    ours = compiled(function, inner=inner)
+    for _ in range(2):
+        _, y = ours(X, W)
+        mask = (y != 0).double() / 0.5
+        assert_same([*second(y)], [*second((X @ W) * mask)])
+
+
+def second(y: Tensor) -> list[Tensor]:
+    gradients = torch.autograd.grad(y.sin().sum(), (X, W), create_graph=True)
+    return [*gradients, *torch.autograd.grad(sum(g.sin().sum() for g in gradients), (X, W))]
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from higher_order_cases import IGNORED, W, X, assert_same, compiled, derivatives, model, numbers
+from higher_order_programs import breaks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -79,12 +80,15 @@ def test_threads() -> None:
 
 
 @pytest.mark.usefixtures("faults_are_meant")
-def test_what_cannot_be_compiled_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", [model, breaks])
+def test_what_cannot_be_compiled_runs_uncompiled(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any) -> Any:
         raise NotImplementedError("for the test")
 
     monkeypatch.setattr(higher_order.Derivatives, "_compile", fail)
-    assert_same(derivatives(compiled(model), X, W), derivatives(model, X, W))
+    assert_same(derivatives(compiled(function), X, W), derivatives(function, X, W))
 
 
 @pytest.mark.usefixtures("faults_are_meant")

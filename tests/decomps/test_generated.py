@@ -93,6 +93,7 @@ REAL_ONLY = {
     "mse_loss_double_backward": _NO_KERNEL,
     "convolution_jvp": _NO_KERNEL,
     "_convolution_jvp": _NO_KERNEL,
+    "_convolution_double_backward": _NO_KERNEL,
     "_cudnn_convolution_backward": _NO_KERNEL,
     "mkldnn_rnn_layer_differentiable_backward": _NO_KERNEL,
     "safe_logsumexp_jvp": _NO_KERNEL,

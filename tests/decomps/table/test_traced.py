@@ -50,7 +50,18 @@ def scattered(reduce: str, include_self: bool) -> Function:
     return lambda x: base.scatter_reduce(0, INDEX, x, reduce, include_self=include_self)
 
 
+def convolution_backward(x: Tensor) -> Tensor:
+    """Its input, its weight and its gradient depend on x."""
+    weight = fixed(4, 4, 3) * x.sum()
+    numbers = [1], [1], [1], False, [0], 1
+    dx, dw, db = torch.ops.aten.convolution_backward(
+        (x + V)[None], x[None], weight, [4], *numbers, [True, True, True]
+    )
+    return dx[0] + dw.sum(2).sum(1, keepdim=True) + db[:, None]
+
+
 FUNCTIONS: dict[str, tuple[str, Function]] = {
+    "convolution_backward": ("convolution_backward.default", convolution_backward),
     "cumprod": ("cumprod.default", lambda x: x.cumprod(1)),
     "logcumsumexp": ("logcumsumexp.default", lambda x: (x * 3).logcumsumexp(0)),
     "prod of scatter_reduce": ("scatter_reduce.two", scattered("prod", True)),

@@ -1,0 +1,66 @@
+"""Which code a compiled graph's forward is: the first one, or one that hands over what further
+derivatives need, from when somebody has asked for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch._dynamo.convert_frame import compile_lock
+
+from normpass.backend.higher_order.derivatives import compiled
+from normpass.backend.higher_order.handover import HANDED, handing_over
+from normpass.passes import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from normpass.backend.higher_order.program import Program
+
+
+class Forward:
+    """code: the forward that hands over; None until it is needed, or where there is none."""
+
+    def __init__(self, program: Program, outputs: int) -> None:
+        self.program, self.outputs = program, outputs
+        self.code: Callable[..., Sequence[Any]] | None = None
+        self.is_settled = program.handed is not None
+
+    def handing_over(self) -> Callable[..., Sequence[Any]] | None:
+        """The code that does, compiled if it is not yet; None where nothing is worth it."""
+        if not self.is_settled:
+            with compile_lock:
+                if not self.is_settled:
+                    with faults.survived(
+                        "compiling a forward for further derivatives",
+                        "a graph",
+                        "They compute it once more",
+                    ):
+                        self.code = self._compiled()
+                    self.is_settled = True
+        return self.code
+
+    def _compiled(self) -> Callable[..., Sequence[Any]] | None:
+        program = self.program
+        with program.fake_mode, program.autocast.restored():
+            graph = handing_over(program.graph, program.examples)
+        if graph is None:
+            return None
+        code = compiled(program, graph, program.examples, higher=True)
+        if not graph.meta[HANDED].is_attached:
+            raise RuntimeError(
+                "expected a forward that can be differentiated again; found it cannot"
+            )
+        return code
+
+    def around(self, first: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """What Dynamo calls."""
+
+        @functools.wraps(first)
+        def call(*inputs: Any) -> Sequence[Any]:
+            if self.code is None:
+                return first(*inputs)
+            return self.code(*inputs)[: self.outputs]
+
+        return call
