@@ -171,7 +171,10 @@ def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -
     handed = ctx.saved_tensors[-len(layout.handed) :] if layout.handed else ()
     pull_back = partial(derivatives.pull_back, wanted, inputs, handed=handed, random=kept.random)
     if is_batched(cotangents):
-        found = below_vmap(cotangents, partial(pull_back, batched=True))
+        found = below_vmap(
+            [g for g in cotangents if g is not None],
+            lambda batched: pull_back(_in_place_of(batched, cotangents), batched=True),
+        )
     else:
         found = pull_back(cotangents)
     if not _KEEPS_GRAPH():
@@ -180,6 +183,12 @@ def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -
     for i, gradient in zip(wanted, found, strict=True):
         result[i] = gradient
     return tuple(result)
+
+
+def _in_place_of(values: Sequence[Any], all_: Sequence[Any]) -> list[Any]:
+    """These in place of those that are there."""
+    left = iter(values)
+    return [None if one is None else next(left) for one in all_]
 
 
 def _wanted(ctx: Any, inputs: Sequence[Any]) -> Iterator[int]:

@@ -133,7 +133,7 @@ class Derivatives:
     def compile(self, key: Key) -> Callable[..., Any] | Exception:
         try:
             return self._compile(key)
-        except _SomeSizesOnly as error:
+        except SomeSizesOnly as error:
             log.warning("a further derivative of compiled code runs uncompiled: %s", error)
             return error
         except Exception as error:
@@ -171,13 +171,13 @@ def compiled(
         return program.compile(graph, examples)
 
 
-class _SomeSizesOnly(RuntimeError):
-    pass
+class SomeSizesOnly(RuntimeError):
+    """What is compiled while the sizes of a graph vary holds for some of them."""
 
 
 @contextlib.contextmanager
 def _without_guards(env: Any) -> Iterator[None]:
-    """Raises _SomeSizesOnly if what is compiled in the block holds for some sizes only: Dynamo has
+    """Raises SomeSizesOnly if what is compiled in the block holds for some sizes only: Dynamo has
     done with its guards, and would not notice other sizes.
     """
     if env is None:
@@ -190,7 +190,7 @@ def _without_guards(env: Any) -> Iterator[None]:
     finally:
         env.frozen = frozen
     if new := [str(guard.expr) for guard in env.guards[before:]]:
-        raise _SomeSizesOnly(f"expected code for all sizes; found some for {', '.join(new)} only")
+        raise SomeSizesOnly(f"expected code for all sizes; found some for {', '.join(new)} only")
 
 
 def _plain(g: Tensor, layout: torch.memory_format) -> Tensor:

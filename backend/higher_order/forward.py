@@ -5,11 +5,12 @@ derivatives need, from when somebody has asked for them.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.convert_frame import compile_lock
 
-from normpass.backend.higher_order.derivatives import compiled
+from normpass.backend.higher_order.derivatives import SomeSizesOnly, compiled
 from normpass.backend.higher_order.handover import HANDED, handing_over
 from normpass.passes import faults
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from normpass.backend.higher_order.program import Program
+
+
+log = logging.getLogger(__name__)
 
 
 class Forward:
@@ -32,14 +36,19 @@ class Forward:
         if not self.is_settled:
             with compile_lock:
                 if not self.is_settled:
-                    with faults.survived(
-                        "compiling a forward for further derivatives",
-                        "a graph",
-                        "They compute it once more",
-                    ):
-                        self.code = self._compiled()
+                    self.code = self._compiled_if_it_can_be()
                     self.is_settled = True
         return self.code
+
+    def _compiled_if_it_can_be(self) -> Callable[..., Sequence[Any]] | None:
+        with faults.survived(
+            "compiling a forward for further derivatives", "a graph", "They compute it once more"
+        ):
+            try:
+                return self._compiled()
+            except SomeSizesOnly as error:
+                log.info("further derivatives of compiled code compute it once more: %s", error)
+        return None
 
     def _compiled(self) -> Callable[..., Sequence[Any]] | None:
         program = self.program

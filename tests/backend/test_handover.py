@@ -142,6 +142,22 @@ def test_a_first_derivative_alone() -> None:
 
 
 @pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_hessians(vectorize: bool) -> None:
+    """Batched cotangents, some of which are not there."""
+
+    def hessian(f: Function) -> Tensor:
+        return torch.autograd.functional.hessian(lambda x: f(x, W), X, vectorize=vectorize)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).tanh() @ w).sin().sum()
+
+    ours = compiled(function)
+    for _ in range(3):
+        assert_same([hessian(ours)], [hessian(function)])
+
+
+@pytest.mark.usefixtures("everything")
 def test_a_call_is_freed_with_its_result() -> None:
     """What it hands over is its own result: it must not hold itself."""
     ours = compiled(lambda x, w: ((x @ w).tanh() @ w).sin())
