@@ -88,7 +88,7 @@ TYPED := build/types/normpass
 types: $(VENV)/dev.stamp
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)
 	@ln -s $(CURDIR)/api/* $(CURDIR)/decomps $(CURDIR)/passes $(CURDIR)/backend \
-	    $(CURDIR)/benchmarks $(TYPED)/
+	    $(CURDIR)/benchmarks $(CURDIR)/examples $(TYPED)/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml normpass $(ARGS)
 
 clean:

@@ -15,11 +15,12 @@ FOLDERS = {
     "normpass.passes": "passes",
     "normpass.backend": "backend",
     "normpass.benchmarks": "benchmarks",
+    "normpass.examples": "examples",
 }
 
 
 def packages() -> list[str]:
-    """The five packages and every package below them, by their installed names."""
+    """The six packages and every package below them, by their installed names."""
     found = []
     for name, folder in FOLDERS.items():
         found += [name, *(f"{name}.{sub}" for sub in find_packages(str(ROOT / folder)))]

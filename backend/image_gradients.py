@@ -250,6 +250,8 @@ def _lies_channels_last(node: Node) -> bool:
     offsets that a forward has saved become indices.
     """
     value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):  # the results of an operator that has several
+        return False
     if value.ndim in LAST and suggest_memory_format(value) is LAST[value.ndim]:
         return True
     made_of = node.all_input_nodes if node.op == "call_function" else []

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from normpass.benchmarks import calibrate, compile_time, model_steps, vmap
+from normpass.benchmarks import calibrate, compile_time, model_steps, second_order, vmap
 from normpass.benchmarks.cases import (
     DTYPES,
     NORMS,
@@ -191,7 +191,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(DTYPES), help="repeatable", **more)
     parser.add_argument("--phase", choices=PHASES, help="repeatable", **more)
     counts = f"{REPEATS}; {vmap.REPEATS} with --vmap, {compile_time.REPEATS} with --compile-time, "
-    counts += f"{model_steps.REPEATS} with --models"
+    counts += f"{model_steps.REPEATS} with --models, {second_order.REPEATS} with --second-order"
     parser.add_argument("--repeats", type=int, help=f"samples of each variant: {counts}")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU is used when there is one")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder, {RESULTS}")
@@ -212,6 +212,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="vmap(grad(batch_norm)) under Inductor instead, time and memory with normpass's rules "
         f"registered against without; --shape is VxNxCxHxW, {spell(vmap.SHAPE)}",
+    )
+    group.add_argument(
+        "--second-order",
+        nargs="*",
+        choices=second_order.PROGRAMS,
+        metavar="PROGRAM",
+        help="programs that take derivatives of compiled code instead, against eager and Inductor: "
+        f"{'; '.join(second_order.PROGRAMS)}",
     )
     group.add_argument(
         "--calibrate",
@@ -237,6 +245,7 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "compile_time": (),
     "calibrate": (),
     "vmap": ("shape",),
+    "second_order": (),
     "models": ("dtype", "format", "tiny"),
 }
 
@@ -297,6 +306,9 @@ def instead(args: argparse.Namespace, console: Console) -> int:
         shape = args.shape[0] if args.shape else vmap.SHAPE
         repeats = args.repeats or vmap.REPEATS
         return vmap.run(console, args.device, repeats, args.out, shape, args.system_allocator)
+    if args.second_order is not None:
+        repeats, steady = args.repeats or second_order.REPEATS, not args.system_allocator
+        return second_order.run(console, repeats, args.out, args.second_order, steady)
     variants = compile_time.REGISTERED if args.registered else compile_time.BACKENDS
     repeats = args.repeats or compile_time.REPEATS
     return compile_time.run(console, args.device, repeats, args.out, variants)

@@ -46,7 +46,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("everything")
-@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives(name: str, order: int) -> None:
     """The first call runs once more; later ones hand over."""

@@ -1,0 +1,1 @@
+"""Programs that take derivatives of compiled code, each a script to start from."""

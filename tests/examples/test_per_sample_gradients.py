@@ -1,0 +1,48 @@
+"""examples/per_sample_gradients.py: it trains as eager does, in float64."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+for package in ("opacus", "sklearn"):
+    pytest.importorskip(package, reason=f"{package} is not installed (the extra `examples`)")
+
+pytestmark = [
+    # opacus's advice, once an engine, for what is more than an experiment
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
+    # torch's, about the hook that opacus puts on the first layer
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing when:UserWarning"),
+]
+
+
+@pytest.mark.parametrize("mode", ["no_op", "functorch"])
+def test_training_is_eagers(mode: str) -> None:
+    example = importlib.import_module("normpass.examples.per_sample_gradients")
+
+    def losses(compile: Any) -> torch.Tensor:
+        step = example.training(compile, mode, width=8, batch=32, dtype=torch.float64)
+        return torch.stack([step() for _ in range(4)])
+
+    expected = losses(lambda function: function)
+    found = losses(partial(torch.compile, backend="normpass", fullgraph=True))
+    assert expected.unique().numel() == len(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_both_modes_find_the_same_gradients() -> None:
+    example = importlib.import_module("normpass.examples.per_sample_gradients")
+    sizes = {"width": 8, "batch": 32, "noise": 0.0, "dtype": torch.float64}
+    ours, opacus = (
+        example.training(lambda function: function, mode, **sizes)
+        for mode in ("no_op", "functorch")
+    )
+    torch.manual_seed(0)
+    expected = [ours() for _ in range(4)]
+    torch.manual_seed(0)
+    found = [opacus() for _ in range(4)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
