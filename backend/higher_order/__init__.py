@@ -124,7 +124,7 @@ def attach(function: Any, program: Program) -> Forward | None:
     layout = Layout.of(function.metadata, program.graph.graph, len(handed or ()))
     if not _is_understood(function, layout, program):
         return None
-    found = Forward(program, len(function.metadata.output_info))
+    found = Forward(program, layout, len(function.metadata.output_info))
     derivatives = Derivatives(program, layout, found.handing_over)
     forward, backward = function.forward, function.backward
     boxed = getattr(function, "boxed_grads_call", False)
@@ -132,6 +132,8 @@ def attach(function: Any, program: Program) -> Forward | None:
         forward, backward = hand_over(forward, backward, layout)
         handed.is_attached = True
     places = [one.place for one in layout.results] if handed else []
+    # Where a frame with a graph break calls autograd, Dynamo would trace it.
+    more = torch._dynamo.disable(gradients_of)
     donates = bool(getattr(function.metadata, "bw_donated_idxs", None))
 
     def backward_or_more(ctx: Any, *gradients: Any) -> Any:
@@ -143,7 +145,7 @@ def attach(function: Any, program: Program) -> Forward | None:
                 return backward(ctx, *gradients)
             if not donates:
                 return backward(ctx, *gradients)
-        return gradients_of(ctx, derivatives, given)
+        return more(ctx, derivatives, given)
 
     function.forward = staticmethod(keeping(forward, layout))
     function.backward = staticmethod(backward_or_more)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -171,6 +172,10 @@ def compiled(
         return program.compile(graph, examples)
 
 
+# By ShapeEnv.
+_TAKEN_FOR_KNOWN: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
 class SomeSizesOnly(RuntimeError):
     """What is compiled while the sizes of a graph vary holds for some of them."""
 
@@ -178,19 +183,25 @@ class SomeSizesOnly(RuntimeError):
 @contextlib.contextmanager
 def _without_guards(env: Any) -> Iterator[None]:
     """Raises SomeSizesOnly if what is compiled in the block holds for some sizes only: Dynamo has
-    done with its guards, and would not notice other sizes.
+    done with its guards, and would not notice other sizes. So does anything else of that graph from
+    then on: these sizes are taken for known, and nothing would be guarded.
     """
     if env is None:
         yield
         return
+    if found := _TAKEN_FOR_KNOWN.get(env):
+        raise SomeSizesOnly(found)
     before, frozen = len(env.guards), env.frozen
     env.frozen = False
     try:
         yield
     finally:
         env.frozen = frozen
-    if new := [str(guard.expr) for guard in env.guards[before:]]:
-        raise SomeSizesOnly(f"expected code for all sizes; found some for {', '.join(new)} only")
+        if new := [str(guard.expr) for guard in env.guards[before:]]:
+            found = f"expected code for all sizes; found some for {', '.join(new)} only"
+            _TAKEN_FOR_KNOWN[env] = found
+    if found:
+        raise SomeSizesOnly(found)
 
 
 def _plain(g: Tensor, layout: torch.memory_format) -> Tensor:

@@ -17,7 +17,7 @@ from normpass.passes import faults
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from normpass.backend.higher_order.program import Program
+    from normpass.backend.higher_order.program import Layout, Program
 
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class Forward:
     """code: the forward that hands over; None until it is needed, or where there is none."""
 
-    def __init__(self, program: Program, outputs: int) -> None:
-        self.program, self.outputs = program, outputs
+    def __init__(self, program: Program, layout: Layout, outputs: int) -> None:
+        self.program, self.layout, self.outputs = program, layout, outputs
         self.code: Callable[..., Sequence[Any]] | None = None
         self.is_settled = program.handed is not None
 
@@ -53,7 +53,7 @@ class Forward:
     def _compiled(self) -> Callable[..., Sequence[Any]] | None:
         program = self.program
         with program.fake_mode, program.autocast.restored():
-            graph = handing_over(program.graph, program.examples)
+            graph = handing_over(program.graph, program.examples, self.layout.written)
         if graph is None:
             return None
         code = compiled(program, graph, program.examples, higher=True)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from normpass.passes.sizes import hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch.fx import Node
 
@@ -51,12 +51,14 @@ class Handed:
         return len(self.names)
 
 
-def handing_over(module: GraphModule, examples: Sequence[Any]) -> GraphModule | None:
+def handing_over(
+    module: GraphModule, examples: Sequence[Any], written: Collection[int]
+) -> GraphModule | None:
     """The graph that hands over what is expensive, and under HANDED in its `meta` what that is;
-    None if nothing is. examples: fake tensors.
+    None if nothing is. examples: fake tensors. written: those that it writes to.
     """
     run = _Counted(module)
-    outputs = run.on_copies(examples)
+    outputs = run.on_tape(examples, written)
     returned = {_memory(y) for y in outputs if isinstance(y, Tensor)}
     names = [
         name
@@ -68,8 +70,10 @@ def handing_over(module: GraphModule, examples: Sequence[Any]) -> GraphModule | 
         return None
     found = _with_outputs(module, names)
     images = [name for name in names if _is_image(run.expensive[name][0])]
-    if images and (other := _channels_last(found, images, examples, outputs)):
-        found = other
+    if images and (other := _channels_last(found, images)):
+        now = _Counted(other).on_tape(examples, written)
+        if _lie_as_before(other, outputs, now):
+            found = other
     (output,) = found.graph.find_nodes(op="output")
     last: Any = output.args[0][len(outputs) :]
     found.meta[HANDED] = Handed([node.name for node in last])
@@ -89,11 +93,9 @@ def _is_image(value: Tensor) -> bool:
     return value.ndim == 4 and value.device.type == "cpu" and value.is_contiguous()
 
 
-def _channels_last(
-    module: GraphModule, names: Sequence[str], examples: Sequence[Any], outputs: Sequence[Any]
-) -> GraphModule | None:
+def _channels_last(module: GraphModule, names: Sequence[str]) -> GraphModule:
     """The same with what convolutions return in channels_last, as Inductor's write on CPUs: it
-    would copy what it returns otherwise. Outputs lie as before; None where they would not.
+    would copy what it returns otherwise.
     """
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
@@ -102,18 +104,22 @@ def _channels_last(
                 last = graph.call_method("contiguous", (node,))
             node.replace_all_uses_with(last)
             last.args, last.kwargs = (node,), {"memory_format": torch.channels_last}
-    found = GraphModule(module, graph)
-    (output,) = graph.find_nodes(op="output")
+    return GraphModule(module, graph)
+
+
+def _lie_as_before(module: GraphModule, outputs: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Has a graph return what lies otherwise now as before; whether it can."""
+    (output,) = module.graph.find_nodes(op="output")
     returned: Any = list(output.args[0])
-    for i, (y, now) in enumerate(zip(outputs, _Counted(found).on_copies(examples), strict=False)):
-        if isinstance(y, Tensor) and y.stride() != now.stride():
+    for i, (y, other) in enumerate(zip(outputs, now, strict=False)):
+        if isinstance(y, Tensor) and y.stride() != other.stride():
             if not y.is_contiguous() or y._is_view():
-                return None
-            with graph.inserting_before(output):
-                returned[i] = graph.call_method("contiguous", (returned[i],))
+                return False
+            with module.graph.inserting_before(output):
+                returned[i] = module.graph.call_method("contiguous", (returned[i],))
     output.args = (tuple(returned),)
-    found.recompile()
-    return found
+    module.recompile()
+    return True
 
 
 def _memory(x: Tensor) -> int:
@@ -128,10 +134,10 @@ class _Counted(Interpreter):
         self.counter = FlopCounterMode(display=False)
         self.expensive: dict[str, tuple[Tensor, int]] = {}
 
-    def on_copies(self, examples: Sequence[Any]) -> Sequence[Any]:
-        """Runs it on the tape; it may write to its inputs."""
+    def on_tape(self, examples: Sequence[Any], written: Collection[int]) -> Sequence[Any]:
+        """Runs it; what it writes to is copied."""
         with self.counter, torch.enable_grad():
-            inputs = [x.clone() if isinstance(x, Tensor) else x for x in examples]
+            inputs = [x.clone() if i in written else x for i, x in enumerate(examples)]
             outputs: Sequence[Any] = self.run(*inputs)
             return outputs
 

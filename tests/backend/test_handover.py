@@ -69,6 +69,43 @@ def test_other_sizes(handed: list[int]) -> None:
     assert handed == [2]
 
 
+def test_sizes_that_a_formula_takes_for_known(caplog: pytest.LogCaptureFixture) -> None:
+    """A double backward in C++ does, in batch norm or in the loss. What it has taken for known
+    stays so: nothing more may be compiled of that graph.
+    """
+    norm = nn.BatchNorm2d(1, track_running_stats=False).double()
+    labels = torch.arange(8) % 5
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        h = norm(x.view(-1, 1, 2, 2)).flatten(1)
+        return F.cross_entropy(h @ w.view(4, 5), labels[: len(h)])
+
+    ours, w = compiled(loss), numbers(20)
+    for examples in (3, 7, 3, 4, 7):
+        x = numbers(examples, 4)
+        assert_same(derivatives(ours, x, w), derivatives(loss, x, w))
+    assert "expected code for all sizes" in caplog.text
+
+
+class Bounded(nn.Module):
+    """With a float that Dynamo takes for an input where sizes are dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound = 0.5
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return (torch.where(x <= self.bound, x, 0.0) @ w).sin()
+
+
+@pytest.mark.usefixtures("everything")
+def test_a_float_that_is_an_input(handed: list[int]) -> None:
+    ours = torch.compile(Bounded(), backend="normpass", options={"inner": "eager"}, dynamic=True)
+    for _ in range(2):
+        assert_same(derivatives(ours, X, W), derivatives(Bounded(), X, W))
+    assert handed == [1]
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
