@@ -24,7 +24,9 @@ def right_derivatives() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["network", "residual"])
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["network", "residual"]
+)
 def test_training_is_eagers(whole: bool) -> None:
     def losses(compile: Any) -> torch.Tensor:
         step = burgers_pinn.training(compile, whole, points=32, width=16, depth=1)
