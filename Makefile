@@ -22,7 +22,7 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v g++ || command -v c++ || command -v clang++))
 
-TARGETS := test versions accept sweep operators upstream models wheel demo bench page lint types \
+TARGETS := test versions accept sweep operators upstream models examples wheel demo bench page lint types \
     format clean
 .PHONY: help check $(TARGETS)
 
@@ -49,6 +49,10 @@ sweep: $(VENV)/test.stamp
 # Gradients of 34 model families of transformers and diffusers against eager.
 models: $(VENV)/test,models.stamp
 	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/models $(ARGS)
+
+# The programs of examples/ against eager, with the packages that they import.
+examples: $(VENV)/test,examples.stamp
+	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/examples $(ARGS)
 
 # PyTorch's operator database compiled without the rules and with them: fails if they break anything.
 operators: $(VENV)/test.stamp

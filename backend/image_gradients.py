@@ -200,11 +200,13 @@ def mark(graph: Graph) -> None:
 
 
 def _without_copies(graph: Graph) -> None:
-    """Takes out copies of what convolutions write to channels_last: on CPUs it lies so."""
+    """Takes out copies of what convolutions write to channels_last: on CPUs it lies so. If somebody
+    else has what is copied, he may write to it.
+    """
     for copy in graph.find_nodes(op="call_function", target=aten.clone.default):
         source: Any = copy.args[0]
-        is_convolution = source.target is aten.convolution.default
-        if is_convolution and copy.kwargs.get("memory_format") is torch.channels_last:
+        is_of_this_alone = source.target is aten.convolution.default and len(source.users) == 1
+        if is_of_this_alone and copy.kwargs.get("memory_format") is torch.channels_last:
             value = copy.meta["val"]
             if value.device.type == "cpu" and value.dtype in DTYPES:
                 source.meta["val"] = value

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    LossOf = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
+
 BACKENDS = ("eager", "inductor", "normpass")
 MODELS = (*models.MODELS, penalized.NAME)
 NORM_OF = {**models.NORM_OF, penalized.NAME: penalized.NORM}
@@ -69,15 +71,21 @@ class Run:
         return cls(model, backend, step, math.nan, math.nan, math.nan, cannot=reason)
 
 
+def cross_entropy_of(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss over a batch."""
+    return F.cross_entropy(model(images), labels)
+
+
 def train_step(
     model: Callable[[Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
     images: Tensor,
     labels: Tensor,
+    loss_of: LossOf = cross_entropy_of,
 ) -> Tensor:
     """One step of training; the mean loss over the batch, before the update."""
     optimizer.zero_grad(set_to_none=True)
-    loss = F.cross_entropy(model(images), labels)
+    loss = loss_of(model, images, labels)
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -105,7 +113,7 @@ def train(
     device = data.images.device
     model = build(name, str(device))
     forward = compiled(model, backend)
-    step = penalized.train_step if name == penalized.NAME else train_step
+    loss_of = penalized.loss_of if name == penalized.NAME else cross_entropy_of
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     shuffle = torch.Generator().manual_seed(0)
     steps = len(data.labels) // BATCH
@@ -114,7 +122,7 @@ def train(
         order = torch.randperm(len(data.labels), generator=shuffle).to(device)
         for batch in order[: steps * BATCH].view(steps, BATCH):
             start = time.perf_counter()
-            step(forward, optimizer, data.images[batch], data.labels[batch])
+            train_step(forward, optimizer, data.images[batch], data.labels[batch], loss_of)
             synchronize(device)
             times.append(time.perf_counter() - start)
             tick()
@@ -123,7 +131,7 @@ def train(
     return Run(
         model=name,
         backend=backend,
-        step=lambda: step(forward, optimizer, images, labels),
+        step=lambda: train_step(forward, optimizer, images, labels, loss_of),
         loss=loss,
         accuracy=accuracy,
         compile_seconds=times[0] - statistics.median(times[1:]),

@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[1]
 # Where a package of the wheel lies in the clone; the longest name that fits a file counts.
 FOLDERS = {
     "api": "normpass",
-    **{name: f"normpass/{name}" for name in ("decomps", "passes", "backend", "benchmarks")},
+    **{
+        name: f"normpass/{name}"
+        for name in ("decomps", "passes", "backend", "benchmarks", "examples")
+    },
 }
 
 

@@ -8,12 +8,15 @@ keeps references to its own inputs, and where somebody asks for more than a firs
     inputs, cotangents -> run the graph on a tape -> torch.autograd.grad(create_graph=True)
 
 which is compiled like any model the first time it is needed, so that its own backward can be
-differentiated again by the same means. It computes the forward once more. What a first derivative
-alone costs is two attributes a call.
+differentiated again by the same means. What is expensive in the forward it does not compute once
+more: from then on the forward hands it over. What a first derivative alone costs is two attributes
+a call.
 
     program.py           a graph as a function that runs on a tape; its gradients
     custom_functions.py  the user's own autograd.Functions in it
     derivatives.py       those gradients, compiled
+    handover.py          what a forward hands over to them
+    forward.py           which forward a compiled graph has
     batched.py           cotangents that vmap has batched
     kept.py              what a call keeps
     __init__.py          how it comes into what AOTAutograd has made

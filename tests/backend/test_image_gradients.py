@@ -385,3 +385,18 @@ def test_graphs_of_others_are_compiled_as_ever() -> None:
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
     calls = observed(stock, list(net.parameters()), x, g)
     assert {op for op, _ in calls} == {CONVOLUTION}
+
+
+def test_a_copy_in_channels_last_is_another_tensor() -> None:
+    """Copies of what convolutions write are taken out only where nobody else has what is copied."""
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv2d(8, 8, 3)
+    x = torch.randn(2, 8, 8, 8)
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = convolution(x)
+        return y, y.contiguous(memory_format=torch.channels_last)
+
+    for y, copy in (both(x), torch.compile(both, backend="normpass")(x)):
+        y.detach().zero_()
+        assert copy.detach().abs().sum() > 0

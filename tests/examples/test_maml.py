@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
+from example_runs import INNER, assert_trains_as_eager
+from higher_order_cases import IGNORED
 
 from normpass.examples import maml
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = [*IGNORED, pytest.mark.usefixtures("float64")]
 
 
-# Dynamo's own, where it looks at weights that are not leaves
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("inner", INNER)
+def test_training_is_eagers(inner: str) -> None:
+    assert_trains_as_eager(maml.training, inner, filters=4, tasks=1, inner_steps=2)
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+@pytest.mark.sweep
+@pytest.mark.parametrize("queries", [5, 15])
+def test_the_inner_steps_as_a_whole(queries: int) -> None:
+    """Queries of another number than shots have another size."""
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        sizes = {"filters": 4, "tasks": 1, "inner_steps": 2, "queries": queries}
+        assert_trains_as_eager(maml.training, "inductor", whole=True, **sizes)
 
 
-def test_training_is_eagers() -> None:
-    def losses(compile: Any) -> torch.Tensor:
-        step = maml.training(compile, filters=4, tasks=1, inner_steps=2)
-        return torch.stack([step() for _ in range(3)])
-
-    expected = losses(lambda function: function)
-    found = losses(partial(torch.compile, backend="normpass"))
-    assert expected.unique().numel() == len(expected)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+@pytest.mark.sweep
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_other_queries_than_shots(inner: str) -> None:
+    sizes = {"filters": 4, "tasks": 1, "inner_steps": 2, "queries": 15}
+    assert_trains_as_eager(maml.training, inner, **sizes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
+from example_runs import INNER, assert_trains_as_eager
 
 for package in ("opacus", "sklearn"):
     pytest.importorskip(package, reason=f"{package} is not installed (the extra `examples`)")
@@ -20,18 +19,12 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("mode", ["no_op", "functorch"])
-def test_training_is_eagers(mode: str) -> None:
+def test_training_is_eagers(mode: str, inner: str) -> None:
     example = importlib.import_module("normpass.examples.per_sample_gradients")
-
-    def losses(compile: Any) -> torch.Tensor:
-        step = example.training(compile, mode, width=8, batch=32, dtype=torch.float64)
-        return torch.stack([step() for _ in range(4)])
-
-    expected = losses(lambda function: function)
-    found = losses(partial(torch.compile, backend="normpass", fullgraph=True))
-    assert expected.unique().numel() == len(expected)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    sizes = {"width": 8, "batch": 32, "dtype": torch.float64}
+    assert_trains_as_eager(example.training, inner, mode, **sizes)
 
 
 def test_both_modes_find_the_same_gradients() -> None:
