@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from normpass.backend.higher_order.program import Layout
 
 HANDED = "normpass_handed"
-# A number that takes fewer operations is computed again: a product's with 8 terms takes less than to
-# write it and to read it. A convolution's of 3 x 3 pixels takes longer than its operations say, and
-# what is before it is differentiated twice where it is not handed over.
+# A number that takes fewer operations is computed again: a product's with 8 terms takes less than
+# to write it and to read it. A convolution's of 3 x 3 pixels takes longer than its operations say,
+# and what is before it is differentiated twice where it is not handed over.
 LEAST_OPERATIONS = 16
 
 
