@@ -22,8 +22,8 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v g++ || command -v c++ || command -v clang++))
 
-TARGETS := test versions accept sweep operators upstream models examples wheel demo bench page lint types \
-    format clean
+TARGETS := test versions accept sweep operators upstream models transforms examples wheel demo \
+    bench page lint types format clean
 .PHONY: help check $(TARGETS)
 
 help:
@@ -49,6 +49,10 @@ sweep: $(VENV)/test.stamp
 # Gradients of 34 model families of transformers and diffusers against eager.
 models: $(VENV)/test,models.stamp
 	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/models $(ARGS)
+
+# docs/transforms.md: which derivatives of which norms are right, stock and with the rules.
+transforms: $(VENV)/test.stamp
+	$(BIN)/python tests/transform_matrix.py --jobs $(JOBS) $(ARGS)
 
 # The programs of examples/ against eager, with the packages that they import.
 examples: $(VENV)/test,examples.stamp

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from normpass.backend.entry import fuse
     from normpass.backend.explain import Report, explain
     from normpass.decomps.activation import unregister
+    from normpass.decomps.functional import functional_call_with_buffers
     from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
     from normpass.decomps.table.binding import jvp, vjp
     from normpass.decomps.table.graphs import grad_graph, jvp_graph
@@ -34,6 +35,7 @@ __all__ = [
     "decompositions",
     "derivative",
     "explain",
+    "functional_call_with_buffers",
     "fuse",
     "grad_graph",
     "jvp",
@@ -54,6 +56,7 @@ _HOME = {
     "decompositions": "normpass.decomps.registry",
     "derivative": "normpass.decomps.registry",
     "explain": "normpass.backend.explain",
+    "functional_call_with_buffers": "normpass.decomps.functional",
     "fuse": "normpass.backend.entry",
     "grad_graph": "normpass.decomps.table.graphs",
     "jvp": "normpass.decomps.table.binding",

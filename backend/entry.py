@@ -37,6 +37,7 @@ from normpass.backend import (
     toolchain,
 )
 from normpass.backend.calibration import conditions_of
+from normpass.backend.higher_order.inside import rules_if_asked_for
 from normpass.backend.memory_format import as_expected
 from normpass.backend.mutated import constant_inputs
 from normpass.backend.op import print_for, region_op
@@ -92,7 +93,8 @@ def _compile_differentiable(
         return _compile_differentiable(graph, inputs, settings, mode)
 
     def once(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _compile(graph, inputs, settings, mode)
+        with rules_if_asked_for(graph):
+            return _compile(graph, inputs, settings, mode)
 
     if not settings.double_backward:
         return once(graph, inputs)

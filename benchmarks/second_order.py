@@ -53,8 +53,12 @@ class Program:
 PROGRAMS = {
     "wgan-gp, GroupNorm": Program("wgan_gp", options={"norm": "group"}),
     "wgan-gp, LayerNorm": Program("wgan_gp", options={"norm": "layer"}),
+    "wgan-gp, GroupNorm, whole": Program("wgan_gp", options={"norm": "group", "whole": True}),
+    "wgan-gp, LayerNorm, whole": Program("wgan_gp", options={"norm": "layer", "whole": True}),
     "pinn": Program("burgers_pinn"),
+    "pinn, whole": Program("burgers_pinn", options={"whole": True}),
     "maml": Program("maml"),
+    "maml, whole": Program("maml", options={"whole": True}),
     "matgl forces": Program("matgl_forces"),
     "matgl Hessian": Program("matgl_forces", "hessian"),
     "gpt2 Hessian-vector": Program("gpt2_curvature", "hessian_vector"),
@@ -84,6 +88,11 @@ class Result:
 def measure(program: Program, repeats: int, compilers: Sequence[str] = tuple(COMPILERS)) -> Result:
     """Raises ImportError where a package of the program's is missing."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=bool(program.options.get("whole"))):
+        return _measure(program, repeats, compilers)
+
+
+def _measure(program: Program, repeats: int, compilers: Sequence[str]) -> Result:
     result = Result()
     steps: dict[str, Step] = {}
     right: list[Tensor] = []

@@ -1,14 +1,17 @@
 """WGAN-GP on the digits: a critic whose gradients at its inputs are held at length one.
 
-    python examples/wgan_gp.py [--backend eager] [--norm layer] [--steps 500]
+    python examples/wgan_gp.py [--backend eager] [--norm layer] [--whole] [--steps 500]
 
 The penalty is a loss on gradients, so that a training step takes the critic's second derivatives
-(Gulrajani et al., "Improved Training of Wasserstein GANs", 2017). Needs scikit-learn.
+(Gulrajani et al., "Improved Training of Wasserstein GANs", 2017). The critic and the generator are
+compiled, or with --whole the critic's loss in place of the critic: the call of torch.autograd.grad
+is then traced into the compiled function. Needs scikit-learn.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,22 +72,31 @@ def digits(dtype: torch.dtype) -> Tensor:
     return torch.tensor(load_digits().images, dtype=dtype).unsqueeze(1) / 8 - 1
 
 
-def penalty(critic: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor) -> Tensor:
-    """How far the critic's gradients between real and generated images are from length one."""
+def somewhere_between(real: Tensor, fake: Tensor) -> Tensor:
+    """For each pair of images a random one on the line between them, to take a gradient at."""
     t = torch.rand(len(real), 1, 1, 1, dtype=real.dtype)
-    between = torch.lerp(real, fake, t).requires_grad_()
-    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-    return (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    return torch.lerp(real, fake, t).requires_grad_()
+
+
+def loss_of(
+    score: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, between: Tensor
+) -> Tensor:
+    """How little apart the critic scores the two, and how far its gradients are from length one."""
+    distance = score(real).mean() - score(fake).mean()
+    (slope,) = torch.autograd.grad(score(between).sum(), between, create_graph=True)
+    penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    return PENALTY * penalty - distance
 
 
 def training(
     compile: Callable[[Any], Any],
     norm: str = "group",
+    whole: bool = False,
     batch: int = 128,
     dtype: torch.dtype = torch.float32,
 ) -> Callable[[], Tensor]:
     """A function that trains the generator once and the critic five times; it returns the
-    critic's last loss.
+    critic's last loss. whole: compiles the critic's loss instead of the critic.
     """
     torch.manual_seed(0)
     images = digits(dtype)
@@ -92,6 +104,7 @@ def training(
     for_critic = torch.optim.Adam(critic.parameters(), 2e-4, betas=(0.5, 0.9))
     for_generator = torch.optim.Adam(generator.parameters(), 2e-4, betas=(0.5, 0.9))
     score, generate = compile(critic), compile(generator)
+    critics_loss = compile(partial(loss_of, critic)) if whole else partial(loss_of, score)
 
     def noise() -> Tensor:
         return torch.randn(batch, LATENT, dtype=dtype)
@@ -101,8 +114,7 @@ def training(
             real = images[torch.randint(len(images), (batch,))]
             with torch.no_grad():
                 fake = generate(noise())
-            distance = score(real).mean() - score(fake).mean()
-            loss = PENALTY * penalty(score, real, fake) - distance
+            loss = critics_loss(real, fake, somewhere_between(real, fake))
             for_critic.zero_grad()
             loss.backward()
             for_critic.step()
@@ -118,14 +130,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
     parser.add_argument("--norm", default="group", choices=("group", "layer"))
+    parser.add_argument("--whole", action="store_true", help="compile the critic's loss")
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
+    torch._dynamo.config.trace_autograd_ops = options.whole
 
     def compile(module: Any) -> Any:
         eager = options.backend == "eager"
         return module if eager else torch.compile(module, backend=options.backend)
 
-    step = training(compile, options.norm)
+    step = training(compile, options.norm, options.whole)
     for i in range(options.steps):
         loss = step()
         if i % 50 == 0:

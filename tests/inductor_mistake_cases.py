@@ -34,9 +34,10 @@ FIRST_CALL, LATER_CALLS = 120, 30
 @dataclass(frozen=True)
 class Case:
     """mistake: its name in inductor_mistakes. make: the inputs; those that float are differentiated
-    where there are gradients. corrupts: whether wrong code writes where it must not. since: the
-    first version of torch that compiles this function into loops which show the mistake. written:
-    whether the caller then writes to each result, which changes no other and no input.
+    where there are gradients. corrupts: whether wrong code writes where it must not. fails: whether
+    there is no code. since: the first version of torch that compiles this function into loops which
+    show the mistake. written: whether the caller then writes to each result, which changes no other
+    and no input.
     """
 
     mistake: str
@@ -44,6 +45,7 @@ class Case:
     make: Callable[[], tuple[Tensor, ...]]
     gradients: bool = True
     corrupts: bool = False
+    fails: bool = False
     since: str = "2.11"
     written: bool = False
 
@@ -151,6 +153,12 @@ def loss_of_labels(x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def summed_into_one(x: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
+    one = x.new_zeros(1, 3).index_add(0, i, x.sin())
+    rows = x.new_zeros(4, 1).index_add(1, j, x[:4, :1].expand(4, 37).tanh())
+    return one, rows, x.new_zeros(1).index_add(0, i, x[:, 0] * x[:, 1])
+
+
 def double(*sizes: int) -> Tensor:
     return torch.randn(*sizes, dtype=torch.float64)
 
@@ -227,6 +235,18 @@ CASES = {
     ),
     "summed_scatter": Case(
         "collapsed_scatters", summed_scatter, lambda: (double(4, 13, 33), double(4, 6, 33))
+    ),
+    "summed_into_one": Case(
+        "additions_to_one_place",
+        summed_into_one,
+        lambda: (double(37, 3), torch.zeros(37, dtype=torch.long), torch.zeros(37).long()),
+        fails=True,
+    ),
+    "summed_into_one, float": Case(
+        "additions_to_one_place",
+        summed_into_one,
+        lambda: (torch.randn(37, 3), torch.zeros(37, dtype=torch.long), torch.zeros(37).long()),
+        fails=True,
     ),
     "loss_of_labels": Case(
         "padded_labels",

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.nn.utils import parametrizations
+
+from normpass import functional_call_with_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +76,38 @@ def eval_primitives(x: Tensor) -> Tensor:
     return (x - channels(MEAN)) / (channels(VAR) + EPS).sqrt() * channels(W6) + channels(B6)
 
 
+def in_training() -> Function:
+    norm = module(nn.BatchNorm1d(6, eps=EPS), W6, B6)
+    return lambda x: functional_call_with_buffers(norm, {}, (x,))[0]
+
+
+def written_by_hand(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * W5
+
+
+# Of a linear layer's weight, one row for each of 4 results; the layer is applied to the identity.
+ROWS = torch.eye(30, dtype=torch.float64)
+LENGTHS, LEFT, RIGHT = fixed(4, 1) + 1.5, fixed(4), fixed(30)
+
+
+def of_weight(layer: nn.Module, name: str) -> Function:
+    return lambda x: functional_call(layer, {name: x.flatten(1)}, (ROWS,)).t().reshape(x.shape)
+
+
+def weight_norm() -> Function:
+    layer = parametrizations.weight_norm(nn.Linear(30, 4, bias=False).double())
+    with torch.no_grad():
+        layer.parametrizations.weight.original0.copy_(LENGTHS)
+    return of_weight(layer, "parametrizations.weight.original1")
+
+
+def spectral_norm() -> Function:
+    layer = parametrizations.spectral_norm(nn.Linear(30, 4, bias=False).double()).eval()
+    layer.parametrizations.weight[0]._u.copy_(LEFT)
+    layer.parametrizations.weight[0]._v.copy_(RIGHT)
+    return of_weight(layer, "parametrizations.weight.original")
+
+
 # name: (the norm, the same in primitives)
 NORMS: dict[str, tuple[Callable[[], Function], Function]] = {
     "layer_norm": (
@@ -110,6 +145,19 @@ NORMS: dict[str, tuple[Callable[[], Function], Function]] = {
         lambda: module(nn.RMSNorm(5, eps=EPS), W5, None),
         lambda x: x / ((x * x).mean(-1, keepdim=True) + EPS).sqrt() * W5,
     ),
+    "BatchNorm1d": (
+        in_training,
+        lambda x: standardized(x, [0, 2]) * channels(W6) + channels(B6),
+    ),
+    "weight_norm": (
+        weight_norm,
+        lambda x: x / (x * x).sum([1, 2], keepdim=True).sqrt() * LENGTHS[..., None],
+    ),
+    "spectral_norm": (spectral_norm, lambda x: x / (LEFT @ x.flatten(1) @ RIGHT)),
+    "written by hand": (
+        lambda: written_by_hand,
+        lambda x: x / ((x * x).mean(-1, keepdim=True) + EPS).sqrt() * W5,
+    ),
 }
 
 # Norms over the last axis, of size 6, of one example under vmap.
@@ -143,6 +191,16 @@ def slope(f: Function) -> Function:
     return lambda x: (grad(f)(x) * V).sum()
 
 
+def of_a_row(f: Function, x: Tensor) -> Function:
+    """f where the first row of x, five numbers, is another one."""
+    return lambda v: f(torch.cat([v, x.flatten()[5:]]).reshape(x.shape))
+
+
+def of_the_hessian(f: Function) -> Function:
+    """A number of each of a Hessian's numbers."""
+    return lambda v: hessian(f)(v).sin().sum()
+
+
 MIXES: dict[str, Callable[[Function], Function]] = {
     "jvp": lambda n: along(loss(n)),
     "jvp_jvp": lambda n: along(along(loss(n))),
@@ -160,6 +218,8 @@ MIXES: dict[str, Callable[[Function], Function]] = {
     "vmap_grad": lambda n: lambda x: vmap(grad(loss(n)))(torch.stack([x, x + V])),
     "vmap_jvp": lambda n: lambda x: vmap(along(loss(n)))(torch.stack([x, x + V])),
     "hessian": lambda n: lambda x: hessian(lambda v: loss(n)(torch.cat([v, x[1:]])))(x[:1]),
+    "vmap_hessian": lambda n: lambda x: vmap(hessian(of_a_row(loss(n), x)))(x[:, 0]),
+    "hessian_hessian": lambda n: lambda x: hessian(of_the_hessian(of_a_row(loss(n), x)))(x[0, 0]),
     "jacfwd": lambda n: lambda x: jacfwd(lambda v: n(torch.cat([v, x[1:]])))(x[:1]),
     "jacrev": lambda n: lambda x: jacrev(lambda v: n(torch.cat([v, x[1:]])))(x[:1]),
 }

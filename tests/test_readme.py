@@ -39,7 +39,13 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # Blocks that are no program and no output: what they hold.
 DIAGRAMS = ("your model\n            |  Dynamo",)
 OUTPUTS = ("Sequential: 3 fused, 1 not.", "To accept the new output:")
-PROGRAMS = ("normpass.explain(model, x)", "torch.compile(hessian(", "@decomposition(", "critic = ")
+PROGRAMS = (
+    "normpass.explain(model, x)",
+    "torch.compile(hessian(",
+    "@decomposition(",
+    "critic = ",
+    "def energy_and_forces(",
+)
 
 # In backticks, and for a reader to fill in or for a command to make.
 STAND_INS = {"NAME.py", "NAME_leaves.py", "__init__.py", "decomps/norms/weight.py"}
@@ -122,6 +128,22 @@ def test_the_gradient_penalty_is_right(tmp_path: Path) -> None:
     penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
     right = torch.autograd.grad(penalty, list(critic.parameters()), allow_unused=True)
     torch.testing.assert_close(found, list(right), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"),
+    reason="this version of torch does not trace torch.autograd.grad",
+)
+def test_energies_and_forces_are_right(tmp_path: Path) -> None:
+    with torch._dynamo.config.patch(trace_autograd_ops=False):  # which the program sets
+        names, _ = run(readme.block(PROGRAMS[4]).text, tmp_path)
+    leaves = [names["x"], names["w"]]
+    found = [leaf.grad for leaf in leaves]
+    x, w = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    energy = layer_norm_from_primitives(torch.tanh(x @ w), (8,)).square().sum()
+    (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+    right = torch.autograd.grad(energy + slope.square().sum(), (x, w))
+    torch.testing.assert_close([g.double() for g in found], list(right), rtol=1e-3, atol=1e-3)
 
 
 WEIGHT_NORM = """

@@ -19,6 +19,7 @@ a call.
     forward.py           which forward a compiled graph has
     batched.py           cotangents that vmap has batched
     kept.py              what a call keeps
+    inside.py            graphs that take derivatives themselves
     __init__.py          how it comes into what AOTAutograd has made
 
 Private, checked on torch 2.11, 2.13 and 2.15: RuntimeWrapper.post_compile, to which AOTAutograd

@@ -59,7 +59,7 @@ class Derivatives:
 
     @cached_property
     def _results(self) -> list[Tensor]:
-        with self.program.fake_mode, torch.no_grad():
+        with self.program.fake_mode, torch.enable_grad():  # the graph may call autograd itself
             run = record(self.program, self.program.examples, self.layout)
             return [y.detach() for y in run.results]
 

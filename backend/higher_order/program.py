@@ -290,7 +290,8 @@ class Pullback:
         handed, cotangents = values[:count], values[count:]
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
-            run = record(self.program, inputs, self.layout, handed, phase)
+            with phase:  # the graph may call autograd itself
+                run = record(self.program, inputs, self.layout, handed, phase)
             there = [y for y, on in zip(run.results, key.on_tape, strict=True) if on is not None]
             pairs = zip(there, cotangents, strict=True)
             pairs_on_tape = [(y, g) for y, g in pairs if y.requires_grad]

@@ -1,4 +1,5 @@
-"""Mistakes of Inductor's that make numbers wrong, silently, and are mended where normpass compiles.
+"""Mistakes of Inductor's that make numbers wrong, silently, or let it compile nothing, and are
+mended where normpass compiles.
 
 Inductor compiles what normpass leaves to it, and whoever trains with normpass trusts those numbers
 too. Each mistake is a record (mistake.py) in a file of its own; tests/backend has a reproducer for
@@ -38,6 +39,7 @@ from normpass.backend.inductor_mistakes import (
     in_place,
     local_buffers,
     neutral,
+    one_place,
     overwritten,
     padded_labels,
     pools,
@@ -70,6 +72,7 @@ MISTAKES: tuple[Mistake, ...] = (
     positions.ARGMAX,
     collapsed.MISTAKE,
     padded_labels.MISTAKE,
+    one_place.MISTAKE,
 )
 
 

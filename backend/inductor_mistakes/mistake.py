@@ -25,7 +25,7 @@ OLDEST = "2.11"  # the oldest version of torch that is supported
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake of Inductor's that gives wrong numbers, and what mends it.
+    """A mistake of Inductor's that gives wrong numbers, or none, and what mends it.
 
     issue, fix: numbers at github.com/pytorch/pytorch; fix is the pull request, if one is known.
     wrong: what goes wrong and why. since: the first version of torch that has it, of those

@@ -1,12 +1,14 @@
 """Rules that hold in eager mode: torch.library's kernels before torch's own, put in and taken out.
 
-Three kinds of entries, for register(eager=True):
+Kinds of entries, for register(eager=True):
 
     Autograd           A norm's forward: the operator itself, or under forward mode and from the
                        second level of torch.func.grad on a composition of primitives.
     Autograd           A norm's backward, where a graph of it is kept (create_graph): the operator
                        itself, whose derivative is ours. So a second order costs what it did, and a
                        third is right.
+    Autograd           An operator that is differentiated as its decomposition, where a derivative
+                       may be asked for.
     FuncTorchBatched   Operators with a batching rule of ours: where a derivative of it may be asked
                        for, in halves, and where running statistics are written. Elsewhere, and that
                        is nearly everywhere, functorch's own rule: it is in C++.
@@ -21,6 +23,7 @@ import contextlib
 import functools
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,20 +65,8 @@ class EagerRules:
         rules = cls(library)
         try:
             with _quiet():
-                theirs = _of_users(without)
-                for op, composition in by_op("autograd").items():
-                    if op not in theirs:
-                        rules._enter(op, _forward(op, composition), "Autograd")
-                for op, rule in by_op("double_backward").items():
-                    # not the formulas, which are operators of ours
-                    if op.namespace == "aten" and op not in theirs:
-                        rules._enter(op, _backward(op, rule), "Autograd")
-                if internals.BATCHING not in without:
-                    for op, rule in by_op("batching").items():
-                        if op.namespace == "aten":
-                            rules._enter(op, _batched(op, rule), "FuncTorchBatched")
-                for op, kernel in theirs.items():
-                    rules._enter(op, _of_arguments(kernel), "Autograd")
+                for op, kernel, key in _entries(without):
+                    rules._enter(op, kernel, key)
         except BaseException:
             rules.revert()
             raise
@@ -95,6 +86,28 @@ class EagerRules:
 _LAST: EagerRules | None = None
 
 
+def _entries(without: Container[str]) -> Iterator[tuple[OpOverload, Function, str]]:
+    """Operators, kernels and their keys; where somebody has a derivative of an operator of his, in
+    place of ours.
+    """
+    theirs = _of_users(without)
+    ours = {op: partial(_forward, op, rule) for op, rule in by_op("autograd").items()}
+    for op, rule in by_op("double_backward").items():
+        if op.namespace == "aten":  # not the formulas, which are operators of ours
+            ours[op] = partial(_backward, op, rule)
+    for op, composition in _taken_apart(without).items():
+        ours[op] = partial(_if_differentiated, op, composition)
+    for op, made in ours.items():
+        if op not in theirs:
+            yield op, made(), "Autograd"
+    if internals.BATCHING not in without:
+        for op, rule in by_op("batching").items():
+            if op.namespace == "aten":
+                yield op, _batched(op, rule), "FuncTorchBatched"
+    for op, kernel in theirs.items():
+        yield op, _of_arguments(kernel), "Autograd"
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch warns once a process of kernels that replace others: here that is the purpose."""
@@ -109,6 +122,25 @@ def _of_users(without: Container[str]) -> dict[OpOverload, Function]:
     from normpass.decomps.table.traced import of_users  # inherits what may be missing
 
     return of_users()
+
+
+def _taken_apart(without: Container[str]) -> dict[OpOverload, Function]:
+    if internals.NODES in without:
+        return {}
+    from normpass.decomps.table.traced import taken_apart  # inherits what may be missing
+
+    return taken_apart()
+
+
+def _if_differentiated(op: OpOverload, composition: Function) -> Function:
+    own = _own(op)
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if may_be_differentiated((*args, *kwargs.values())):
+            return composition(*args, **kwargs)
+        return own(keyset, *args, **kwargs)
+
+    return kernel
 
 
 def _of_arguments(kernel: Function) -> Function:

@@ -5,15 +5,15 @@ wrong, slow, or a graph that grows with a size.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from normpass.decomps.activation.levels import in_transform
+from normpass.decomps.norms.weight_norm import weight_norm
 from normpass.decomps.registry import DECLARED, declared_derivatives, find_op
 from normpass.decomps.table.nodes import differentiated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any
 
     from normpass.decomps.activation.torch_internals import OpOverload
 
@@ -35,6 +35,10 @@ BETTER_IN_TRANSFORMS = {
     "aten.cumprod.default": "a graph of 10 nodes a column",
 }
 
+# Operator -> what it is made of, which is differentiated in its place: while something is traced,
+# and by register(eager=True) wherever a derivative may be asked for.
+TAKEN_APART: dict[str, Function] = {"aten._weight_norm_interface.default": weight_norm}
+
 
 def kernels() -> dict[OpOverload, Callable[[Function], Function]]:
     """Operators and, of what the dispatcher would call for Autograd, what stands before it."""
@@ -42,11 +46,17 @@ def kernels() -> dict[OpOverload, Callable[[Function], Function]]:
     found |= {
         op: partial(_in_transforms, differentiated(op)) for op in _there(BETTER_IN_TRANSFORMS)
     }
+    found |= {op: partial(_instead, kernel) for op, kernel in taken_apart().items()}
     return found | {op: partial(_instead, kernel) for op, kernel in of_users().items()}
 
 
 def _there(names: Iterable[str]) -> list[OpOverload]:
     return [op for op in map(find_op, names) if op is not None]
+
+
+def taken_apart() -> dict[OpOverload, Function]:
+    """Operators of TAKEN_APART and what they are made of."""
+    return {op: TAKEN_APART[str(op)] for op in _there(TAKEN_APART)}
 
 
 def _instead(kernel: Function, _: Function) -> Function:

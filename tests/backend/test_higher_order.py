@@ -145,6 +145,22 @@ def test_other_sizes_compile_nothing_more(norm: str) -> None:
         assert len(graphs) == first
 
 
+def test_weight_norm_is_right_where_eager_is_not() -> None:
+    """PyTorch's second derivative of a normalized weight takes the norms for constants."""
+    lengths = numbers(4, 1).detach() + 2
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ torch._weight_norm(w, lengths, 0)).tanh()
+
+    def in_primitives(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ (lengths * w / w.square().sum(1, keepdim=True).sqrt())).tanh()
+
+    right = derivatives(in_primitives, X, W, order=3)
+    assert_same(derivatives(compiled(layer), X, W, order=3), right)
+    with pytest.raises(AssertionError):
+        assert_same(derivatives(layer, X, W, order=3), right)
+
+
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_dropout_has_the_same_masks(inner: str) -> None:
     """Both masks are told by zeros, of the result and of its first gradient; with them as factors

@@ -13,6 +13,7 @@ import inductor_mistake_cases
 import pytest
 import torch
 from inductor_mistake_cases import CASES, Case, error
+from torch._inductor.exc import InductorError
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
@@ -48,6 +49,7 @@ def patched() -> list[Any]:
     from torch._inductor.codegen.cpp import (
         CppKernelProxy,
         CppTile2DKernel,
+        CppVecKernel,
         OuterLoopFusedSchedulerNode,
     )
     from torch._inductor.decomposition import decompositions, select_decomp_table
@@ -57,6 +59,7 @@ def patched() -> list[Any]:
     return [
         vars(SchedulerNode)["recompute_size_and_body"],
         vars(CppTile2DKernel)["store"],
+        vars(CppVecKernel)["store"],
         vars(CppKernelProxy)["aggregate_reduction_buffers"],
         vars(OuterLoopFusedSchedulerNode)["check_outer_fusion_loop_level_attr"],
         post_grad.remove_noop_ops,
@@ -159,6 +162,10 @@ def test_wrong_without_it(name: str) -> None:
         assert _in_a_process_of_its_own(name) > 1000
         return
     with without(case.mistake):
+        if case.fails:
+            with pytest.raises(InductorError):
+                error(case, "inductor")
+            return
         assert error(case, "inductor") > 1000
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orders
@@ -16,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch.func import grad, vmap
 
-from normpass.decomps.activation import register, registered, unregister
+from normpass.decomps.activation import is_registered, register, registered, unregister
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ def test_nested_vmap_and_the_outer_levels() -> None:
     torch.testing.assert_close(found, through(x[0]), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("norm", orders.NORMS)
+# Weight norm is taken apart: its backward's derivative is PyTorch's wrong one.
+@pytest.mark.parametrize("norm", [norm for norm in orders.NORMS if norm != "weight_norm"])
 def test_first_order_graphs_are_what_they_were(norm: str) -> None:
     """Forward and backward of a training step, node for node."""
     x = orders.fixed(*orders.SHAPE) * 2
@@ -217,9 +219,8 @@ def test_first_order_graphs_are_what_they_were(norm: str) -> None:
         assert operators() == stock
 
 
-@pytest.mark.parametrize("backend", ["inductor", "normpass"])
 def test_caches_do_not_hide_what_is_registered(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph that was compiled without the rules, and cached, is not used with them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -229,10 +230,17 @@ def test_caches_do_not_hide_what_is_registered(
         return orders.outcome(
             "LayerNorm",
             "grad_grad_grad",
-            lambda function: torch.compile(function, backend=backend, fullgraph=True),
+            lambda function: torch.compile(function, backend="inductor", fullgraph=True),
         )
 
     assert third_order().startswith("WRONG"), "torch is right by now: this needs another case"
     with registered():
         assert third_order() == "right"
     assert third_order().startswith("WRONG")
+
+
+def test_our_backend_has_the_rules_where_a_graph_takes_derivatives() -> None:
+    torch._dynamo.reset()
+    compile = partial(torch.compile, backend="normpass", fullgraph=True)
+    assert orders.outcome("LayerNorm", "grad_grad_grad", compile) == "right"
+    assert not is_registered()

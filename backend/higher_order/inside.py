@@ -1,0 +1,41 @@
+"""Graphs that take derivatives themselves: torch.autograd.grad or torch.func inside of what is
+compiled. Their norms have to be ours while AOTAutograd traces them: torch's are wrong from the
+third order on, and the gradient of a loss on second derivatives is one.
+
+Private, checked on torch 2.11, 2.13 and 2.15: the modules that hold what Dynamo writes into a graph
+for torch.func.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import GraphModule
+
+from normpass.decomps.activation import registered
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+_FUNCTORCH = ("torch._C._functorch", "torch._functorch.")
+
+
+def rules_if_asked_for(graph: GraphModule) -> AbstractContextManager[None]:
+    """A block in which the rules are registered, for a graph of Dynamo's that takes derivatives."""
+    return registered() if takes_derivatives(graph) else contextlib.nullcontext()
+
+
+def takes_derivatives(graph: GraphModule) -> bool:
+    """Whether it does, or what it calls does, a checkpoint's body for instance."""
+    return any(
+        node.op == "call_function"
+        and (
+            node.target is torch.autograd.grad
+            or (getattr(node.target, "__module__", None) or "").startswith(_FUNCTORCH)
+        )
+        for part in graph.modules()
+        if isinstance(part, GraphModule)
+        for node in part.graph.nodes
+    )
