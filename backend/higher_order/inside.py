@@ -2,8 +2,8 @@
 compiled. Their norms have to be ours while AOTAutograd traces them: torch's are wrong from the
 third order on, and the gradient of a loss on second derivatives is one.
 
-Private, checked on torch 2.11, 2.13 and 2.15: the modules that hold what Dynamo writes into a graph
-for torch.func.
+Private, checked on torch 2.11, 2.13 and 2.15: the names of what Dynamo writes into a graph where
+torch.func.grad and torch.func.jvp begin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from normpass.decomps.activation import registered
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-_FUNCTORCH = ("torch._C._functorch", "torch._functorch.")
+_BEGINNINGS = ("_grad_increment_nesting", "_jvp_increment_nesting")
 
 
 def rules_if_asked_for(graph: GraphModule) -> AbstractContextManager[None]:
@@ -33,7 +33,7 @@ def takes_derivatives(graph: GraphModule) -> bool:
         node.op == "call_function"
         and (
             node.target is torch.autograd.grad
-            or (getattr(node.target, "__module__", None) or "").startswith(_FUNCTORCH)
+            or getattr(node.target, "__name__", None) in _BEGINNINGS
         )
         for part in graph.modules()
         if isinstance(part, GraphModule)

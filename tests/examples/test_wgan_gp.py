@@ -16,7 +16,7 @@ def test_training_is_eagers(norm: str, inner: str) -> None:
 
 
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("norm", ["group", "layer"])
+@pytest.mark.parametrize("norm", [pytest.param("group", marks=pytest.mark.sweep), "layer"])
 def test_the_loss_as_a_whole(norm: str, inner: str) -> None:
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         sizes = {"whole": True, "batch": 8, "dtype": torch.float64}
