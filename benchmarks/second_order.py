@@ -62,6 +62,7 @@ PROGRAMS = {
     "matgl forces": Program("matgl_forces"),
     "matgl Hessian": Program("matgl_forces", "hessian"),
     "gpt2 Hessian-vector": Program("gpt2_curvature", "hessian_vector"),
+    "gpt2 Hessian-vector, whole": Program("gpt2_curvature", "forward_over_reverse"),
     "gpt2 Gauss-Newton-vector": Program("gpt2_curvature", "gauss_newton_vector"),
     "per-sample gradients": Program("per_sample_gradients"),
 }

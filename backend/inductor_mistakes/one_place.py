@@ -62,4 +62,5 @@ MISTAKE = Mistake(
         "an AssertionError that has no message."
     ),
     mend=mend,
+    fixed="2.15.0",
 )
