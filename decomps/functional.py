@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.func import functional_call
 from normpass.decomps.activation.torch_internals import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -49,12 +48,17 @@ def functional_call_with_buffers(
     """
     given = dict(parameters_and_buffers)
     tensors = [x for x in tree_leaves((given, args, kwargs)) if isinstance(x, Tensor)]
-    buffers: dict[str, Tensor] = {}
-    for name, buffer in module.named_buffers():
-        copy = given.get(name, buffer).clone()
-        # Batched where anything given is: what is written to it then is.
-        zeros = (x.new_zeros((), dtype=torch.bool, device=copy.device) for x in tensors)
-        copy = functools.reduce(torch.add, zeros, copy)
-        buffers[name] = copy
+    buffers = {name: given.get(name, buffer) for name, buffer in module.named_buffers()}
+    # Batched where anything given is: what is written to it then is.
+    zeros = {device: _zero_of(tensors, device) for device in {b.device for b in buffers.values()}}
+    buffers = {name: buffer + zeros[buffer.device] for name, buffer in buffers.items()}
     result = functional_call(module, {**given, **buffers}, args, kwargs)
     return result, buffers
+
+
+def _zero_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """False, for each example where vmap has batched one of these."""
+    zero = torch.zeros((), dtype=torch.bool, device=device)
+    for x in tensors:
+        zero = zero | x.new_zeros((), dtype=torch.bool, device=device)
+    return zero
