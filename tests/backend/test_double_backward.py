@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from snapshots import assert_snapshot
 from torch.nn import functional as F
 
 import normpass
-from normpass.backend import record
+from normpass.backend import entry, record
 from normpass.decomps.torch_versions import GROUP_NORM_BACKWARD_REWRITTEN
 from normpass.passes.pipeline import Decision, Fused
 from normpass.passes.region import parse
@@ -36,9 +37,13 @@ X = fixed(*SHAPE) * 2 + 0.5
 def compiled(
     function: Callable[[Tensor], Tensor], x: Tensor, *, registered: bool, **options: Any
 ) -> tuple[Tensor, list[Passed]]:
-    """The result of a function, and the graphs that went through the pass."""
+    """The result of a function, and the graphs that went through the pass. registered: whether the
+    rules are, else the graph is that of torch's own formulas, as `normpass.fuse` may be given it.
+    """
     torch._dynamo.reset()  # what was compiled without the rules stays so
-    with normpass.registered() if registered else nullcontext(), record.watch() as graphs:
+    rules = normpass.registered() if registered else nullcontext()
+    no_others = patch.object(entry, "rules_if_asked_for", lambda _: nullcontext())
+    with rules, no_others, record.watch() as graphs:
         return compile_fused(function, inner="eager", **options)(x), graphs
 
 
