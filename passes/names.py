@@ -25,6 +25,8 @@ NORM_OPS = re.compile(
     r"(?:_native_|native_|cudnn_|miopen_|_fused_|_safe_|_)?"
     r"(layer_norm|group_norm|batch_norm|instance_norm|rms_norm|log_softmax|softmax|weight_norm)"
 )
+# Calls in a graph of Dynamo's that take a derivative: torch.autograd.grad and torch.func's.
+GRADIENTS = re.compile(r"(_autograd_)?grad(_\d+)?$")
 # Lines of torch's, and of ours that call the user's function, are not the user's.
 NOT_THE_USERS = tuple(
     f"{folder}/" for folder in (*torch.__path__, Path(__file__).parents[1] / "backend")
@@ -40,12 +42,24 @@ def phase(nodes: Sequence[Node]) -> str:
 
 
 def _is_backward(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward" or "backward" in _original(node)
+    return (
+        node.meta.get("partitioner_tag") == "is_backward"
+        or "backward" in _original(node)
+        or bool(GRADIENTS.match(_called(node)))
+    )
 
 
 def _original(node: Node) -> str:
     op = node.meta.get("original_aten")
     return getattr(op, "__name__", "").split(".")[0]
+
+
+def _called(node: Node) -> str:
+    """The call in Dynamo's graph that a node was traced in: of a norm that was taken apart, its
+    function.
+    """
+    stack = node.meta.get("source_fn_stack")
+    return stack[-1][0] if stack else ""
 
 
 def inner_reductions(nodes: Iterable[Node]) -> list[Node]:
@@ -92,6 +106,7 @@ def name(nodes: Sequence[Node]) -> str:
         *_ops(telling),
         *(kind for kind in classes if "norm" in kind),
         *_ops(nodes),  # pointwise neighbours may come from anywhere
+        *(match[1] for node in telling if (match := NORM_OPS.match(_called(node)))),
         *classes,
         "norm",
     ]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from higher_order_cases import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,14 +18,27 @@ if TYPE_CHECKING:
 INNER = ["eager", pytest.param("inductor", marks=pytest.mark.sweep)]
 
 
-def assert_trains_as_eager(training: Training, inner: str, *args: Any, **sizes: Any) -> None:
-    """The losses of the first steps, by which the second and third see what training has done."""
+def assert_trains_as_eager(
+    training: Training,
+    inner: str,
+    *args: Any,
+    steps: int = 3,
+    fullgraph: bool = False,
+    rtol: float = 1e-9,
+    atol: float = 1e-9,
+    **sizes: Any,
+) -> None:
+    """The losses of the first steps, of which all but the first see what training has done."""
 
     def losses(compile: Callable[[Any], Any]) -> Tensor:
         step = training(compile, *args, **sizes)
-        return torch.stack([step() for _ in range(3)])
+        return torch.stack([step() for _ in range(steps)])
 
     right = losses(lambda function: function)
-    found = losses(lambda function: compiled(function, inner=inner))
+    found = losses(
+        lambda function: torch.compile(
+            function, backend="normpass", fullgraph=fullgraph, options={"inner": inner}
+        )
+    )
     assert right.unique().numel() == len(right)
-    torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, right, rtol=rtol, atol=atol)

@@ -33,8 +33,7 @@ Written by `make transforms`, with torch {{version}}; not edited by hand.
 A row is a mix of transforms of torch.func (`grad_jvp` is the gradient of a jvp), a column a norm,
 in float64 against the same norm written in primitives. The three marks of a cell are for eager
 mode, for stock `torch.compile(fullgraph=True)` (`backend="aot_eager"`), and for the same after
-`normpass.register()`: `{RIGHT}` right, `{WRONG}` wrong numbers without a message, `{FAILS}` an
-error.
+`normpass.register()`: `{RIGHT}` right, `{WRONG}` wrong numbers and no message, `{FAILS}` an error.
 
 In `BatchNorm1d` the running statistics are new buffers that
 `normpass.functional_call_with_buffers` returns; called as a module inside of a transform it is an

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from normpass.backend.inductor_mistakes.mistake import Mistake, wrap
+from normpass.backend.inductor_mistakes.tiles import is_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 def mend() -> Undo:
     import torch
-    from torch._inductor import config
     from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.cpp import CppVecKernel
     from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
@@ -30,10 +30,7 @@ def mend() -> Undo:
 
     def around(original: Callable[..., None]) -> Callable[..., None]:
         def store(kernel: Any, name: str, index: Any, value: Any, mode: Any = None) -> None:
-            atomic = mode == "atomic_add" and (
-                config.cpp.dynamic_threads or kernel.num_threads != 1
-            )
-            if not atomic or not is_one_place(kernel, index):
+            if not is_atomic(kernel, mode) or not is_one_place(kernel, index):
                 original(kernel, name, index, value, mode)
                 return
             vector = value if value.is_vec else kernel.broadcast(value)

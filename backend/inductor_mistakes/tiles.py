@@ -16,16 +16,21 @@ if TYPE_CHECKING:
     from normpass.backend.inductor_mistakes.mistake import Undo
 
 
-def mend() -> Undo:
+def is_atomic(kernel: Any, mode: Any) -> bool:
+    """Whether a store of this mode may meet another one to the same place."""
     from torch._inductor import config
+
+    return mode == "atomic_add" and (config.cpp.dynamic_threads or kernel.num_threads != 1)
+
+
+def mend() -> Undo:
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
     def around(original: Callable[..., None]) -> Callable[..., None]:
         def store(kernel: Any, name: str, index: Any, value: Any, mode: Any = None) -> None:
-            atomic = mode == "atomic_add" and (
-                config.cpp.dynamic_threads or kernel.num_threads != 1
-            )
-            if atomic and not kernel.need_vec_transpose(kernel.rename_indexing(index)):
+            if is_atomic(kernel, mode) and not kernel.need_vec_transpose(
+                kernel.rename_indexing(index)
+            ):
                 # It moves the index into the tile itself, and must be given the plain one.
                 CppVecKernel.store(kernel, name, index, value, mode)
             else:

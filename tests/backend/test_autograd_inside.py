@@ -15,8 +15,10 @@ from higher_order_cases import IGNORED, assert_same, numbers, weighted
 from torch import Tensor
 from torch.autograd import grad
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from normpass.backend.higher_order.inside import takes_derivatives
+from normpass.decomps.activation import is_registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -213,22 +215,24 @@ def test_backward_inside() -> None:
 
 
 def test_rules_are_gone_afterwards() -> None:
-    import normpass
-    from normpass.decomps.activation import is_registered
-
     torch.compile(partial(forces, by_layer_norm), backend="normpass", options={"inner": "eager"})(
         *inputs()
     )
     assert not is_registered()
-    assert normpass.rules()
+
+
+def forward_mode(x: Tensor) -> Tensor:
+    return torch.func.jvp(torch.sin, (x,), (x,))[1]
 
 
 @pytest.mark.parametrize(
     ("function", "takes"),
     [
         (lambda x: torch.func.grad(lambda x: x.sin().sum())(x), True),
-        (lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], True),
+        (forward_mode, True),
         (lambda x: torch.func.jacrev(torch.sin)(x), True),
+        (lambda x: checkpoint(forward_mode, x, use_reentrant=False), True),
+        (lambda x: checkpoint(torch.sin, x, use_reentrant=False), False),
         (lambda x: torch.func.vmap(torch.sin)(x), False),
         (lambda x: x.sin(), False),
     ],
@@ -238,7 +242,7 @@ def test_which_graphs_take_derivatives(function: Callable[[Tensor], Tensor], tak
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
         seen.append(takes_derivatives(graph))
-        return graph.forward
+        return lambda *inputs: inputs[:1]
 
     torch.compile(function, backend=backend, fullgraph=True)(numbers(3))
     assert seen == [takes]

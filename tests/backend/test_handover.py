@@ -11,10 +11,15 @@ import torch
 from higher_order_cases import IGNORED, W, X, assert_same, compiled, derivatives, numbers
 from higher_order_programs import PROGRAMS
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from normpass.backend.higher_order import derivatives as derivatives_of_compiled
 from normpass.backend.higher_order import handover
+from normpass.backend.higher_order.derivatives import SomeSizesOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,6 +94,18 @@ def test_sizes_that_a_formula_takes_for_known(caplog: pytest.LogCaptureFixture) 
         x = numbers(examples, 4)
         assert_same(derivatives(ours, x, w), derivatives(loss, x, w))
     assert "expected code for all sizes" in caplog.text
+
+
+def test_what_is_taken_for_known_stays_so() -> None:
+    """The second block guards nothing that the first one has not: it would pass."""
+    env = ShapeEnv()
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    mode = FakeTensorMode(shape_env=env)
+    x = mode.from_tensor(torch.empty(3), symbolic_context=dynamic, source=ConstantSource("x"))
+    for _ in range(2):
+        with pytest.raises(SomeSizesOnly, match="expected code for all sizes"):  # noqa: SIM117
+            with derivatives_of_compiled._without_guards(env):
+                assert x.shape[0] == 3
 
 
 class Bounded(nn.Module):

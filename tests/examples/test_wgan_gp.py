@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from example_runs import INNER, assert_trains_as_eager
+from higher_order_cases import IGNORED
 
 from normpass.examples import wgan_gp
+
+pytestmark = IGNORED
 
 
 @pytest.mark.parametrize("inner", INNER)
