@@ -143,7 +143,7 @@ def attach(function: Any, program: Program) -> Forward | None:
     def backward_or_more(ctx: Any, *gradients: Any) -> Any:
         given = gradients[0] if boxed else gradients
         is_plain = not torch.is_grad_enabled() and not is_batched(given)
-        if is_plain and all(given[i] is not None for i in places):
+        if is_plain and (not places or all(given[i] is not None for i in places)):
             if not _KEEPS_GRAPH():
                 ctx.normpass_kept = None
                 return backward(ctx, *gradients)
