@@ -18,6 +18,7 @@ import logging
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,7 @@ def decomposition_table(_digest: str = "") -> DecompositionTable:
     """The table for this process."""
     from torch._inductor.decomposition import select_decomp_table
 
+    import_module("torch._inductor.lowering")  # a pool's decomposition takes it for imported
     theirs = select_decomp_table()
     return DecompositionTable(
         {**theirs, **image_gradients.kept_whole(theirs), **registry.decompositions()}

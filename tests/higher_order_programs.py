@@ -81,3 +81,38 @@ PROGRAMS: dict[str, Function] = {
         lambda x: (Scaled.apply(x @ w * 0.1, 3.0) * x).sin(), x, use_reentrant=False
     ),
 }
+
+
+def _deviations(x: Tensor, *axes: int) -> Tensor:
+    x = x - x.mean(axes, keepdim=True)
+    return x / (x.square().mean(axes, keepdim=True) + 1e-5).sqrt()
+
+
+# Each as torch has it, and written out: eager mode differentiates its own wrongly from the third
+# order on. x: n 4, w: 4 4
+NORMS: dict[str, tuple[Function, Function]] = {
+    "layer norm": (
+        lambda x, w: F.layer_norm(x, (4,), w[0], w[1]),
+        lambda x, w: _deviations(x, -1) * w[0] + w[1],
+    ),
+    "rms norm": (
+        lambda x, w: F.rms_norm(x, (4,), w[0], 1e-5),
+        lambda x, w: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[0],
+    ),
+    "group norm": (
+        lambda x, w: F.group_norm(x, 2, w[0]),
+        lambda x, w: _deviations(x.unflatten(1, (2, 2)), -1).flatten(1) * w[0],
+    ),
+    "batch norm": (
+        lambda x, w: F.batch_norm(x, None, None, w[0], w[1], training=True),
+        lambda x, w: _deviations(x, 0) * w[0] + w[1],
+    ),
+    "instance norm": (
+        lambda x, w: F.instance_norm(x.view(-1, 1, 4)).view(-1, 4),
+        lambda x, w: _deviations(x, -1),
+    ),
+    "normalize": (
+        lambda x, w: F.normalize(x, dim=-1),
+        lambda x, w: x / x.square().sum(-1, keepdim=True).sqrt(),
+    ),
+}

@@ -253,6 +253,19 @@ def in_fresh_python(code: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_a_pool_where_nothing_has_imported_inductor_before() -> None:
+    """A decomposition of Inductor's takes more of it for imported than it imports."""
+    shape = in_fresh_python(
+        """
+        import json, torch
+        pool = torch.nn.MaxPool2d(2)
+        compiled = torch.compile(pool, backend="normpass", options={"inner": "eager"})
+        print(json.dumps(compiled(torch.randn(1, 1, 4, 6, requires_grad=True)).shape))
+        """
+    )
+    assert shape == [1, 1, 2, 3]
+
+
 def test_the_import_is_cheap_and_changes_nothing() -> None:
     seen = in_fresh_python(
         """

@@ -16,6 +16,7 @@ a call.
     custom_functions.py  the user's own autograd.Functions in it
     derivatives.py       those gradients, compiled
     handover.py          what a forward hands over to them
+    sizes.py             code for all sizes of a graph, or for each
     forward.py           which forward a compiled graph has
     batched.py           cotangents that vmap has batched
     kept.py              what a call keeps
@@ -30,6 +31,7 @@ torch.autograd.graph._engine_run_backward, whose frame tells what gradients some
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from functools import partial
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
     from normpass.backend.higher_order.program import Compile
 
+log = logging.getLogger(__name__)
 _KEEPS_GRAPH = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -126,7 +129,8 @@ def attach(function: Any, program: Program) -> Forward | None:
     """Makes a compiled function's backward differentiable; None where it cannot be."""
     handed = program.handed
     layout = Layout.of(function.metadata, program.graph.graph, len(handed or ()))
-    if not _is_understood(function, layout, program):
+    if why := _refusal(function, layout, program):
+        function.backward = staticmethod(_refusing(function.backward, why))
         return None
     found = Forward(program, layout, len(function.metadata.output_info))
     derivatives = Derivatives(program, layout, found.handing_over)
@@ -156,25 +160,44 @@ def attach(function: Any, program: Program) -> Forward | None:
     return found
 
 
-def _is_understood(function: Any, layout: Layout, program: Program) -> bool:
-    """Whether the function's inputs are the graph's: not parts of subclasses, not what AOTAutograd
-    has made of several that share their memory, and no tokens for effects.
+def _refusal(function: Any, layout: Layout, program: Program) -> str | None:
+    """Why there are no further derivatives of a compiled function: its inputs are not the graph's,
+    or what else the graph does would be done again.
     """
-    return (
-        layout.inputs == len(program.examples)
-        and function.maybe_subclass_metadata is None
-        and not function.metadata.tokens
-    )
+    if function.maybe_subclass_metadata is not None:
+        return "tensors of torch's own classes, found parts of a subclass among its inputs"
+    if layout.inputs != len(program.examples):
+        return "inputs with memory of their own, found some that share it and are written to"
+    if effect := program.effect():
+        return f"a graph that only computes, found {effect}"
+    return None
+
+
+def _refusing(backward: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """A compiled function's backward, which cannot be differentiated, and says why if asked to."""
+
+    def backward_only(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            log.warning(
+                "a backward of compiled code cannot be differentiated (create_graph=True): "
+                "expected %s. Where a second derivative is needed, take that part out of what is "
+                "compiled (torch.compiler.disable)",
+                why,
+            )
+        return backward(ctx, *gradients)
+
+    return backward_only
 
 
 def gradients_of(ctx: Any, derivatives: Derivatives, gradients: Sequence[Any]) -> tuple[Any, ...]:
     """What a compiled function's backward returns, on a tape."""
-    _ = ctx.saved_tensors  # raises if they are gone, or were written to
+    # Raises if they are gone, or were written to; once, as a checkpoint gives them.
+    saved = ctx.saved_tensors
     layout, kept = derivatives.layout, ctx.normpass_kept
     inputs = kept.unpacked(layout)
     wanted = tuple(_wanted(ctx, inputs))
     cotangents = [gradients[one.place] for one in layout.results]
-    handed = ctx.saved_tensors[-len(layout.handed) :] if layout.handed else ()
+    handed = saved[-len(layout.handed) :] if layout.handed else ()
     pull_back = partial(derivatives.pull_back, wanted, inputs, handed=handed, random=kept.random)
     if is_batched(cotangents):
         found = below_vmap(

@@ -1,8 +1,8 @@
 """The gradients of a compiled graph as a graph of their own, compiled when first asked for.
 
 Private, checked on torch 2.11, 2.13 and 2.15: torch._guards.TracingContext, under which AOTAutograd
-finds the fake tensors' mode; compile_lock of torch._dynamo.convert_frame; guards and frozen of
-ShapeEnv.
+finds the fake tensors' mode; compile_lock of torch._dynamo.convert_frame;
+torch._dispatch.python.enable_python_dispatcher.
 """
 
 from __future__ import annotations
@@ -10,28 +10,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule
 
+from normpass.backend.higher_order import sizes
 from normpass.backend.higher_order.kept import random_again
 from normpass.backend.higher_order.program import Key, Layout, Program, Pullback, record
+from normpass.backend.higher_order.sizes import SomeSizesOnly
 from normpass.decomps.activation import registered
 from normpass.passes import faults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from normpass.backend.higher_order.kept import State
 
 log = logging.getLogger(__name__)
+# As often as Dynamo compiles one frame.
+MOST_SIZES = 8
 
 
 @dataclass
@@ -39,18 +43,25 @@ class Derivatives:
     """The derivatives of one compiled graph, compiled when they are first asked for.
 
     forward: what compiles a forward that hands over. compiled: the code, or why there is none.
+    by_sizes: those of one graph whose sizes vary, for each that came, where no code holds for all.
     """
 
     program: Program
     layout: Layout
     forward: Callable[[], Callable[..., Any] | None] = lambda: None
     compiled: dict[Key, Callable[..., Any] | Exception] = field(default_factory=dict)
+    by_sizes: dict[Hashable, Derivatives] = field(default_factory=dict)
 
     @cached_property
     def cotangents(self) -> list[Tensor]:
-        """An example of each cotangent, as a fake tensor that lies as its result does."""
+        """An example of each cotangent, as a fake tensor that lies as its result does.
+
+        Raises:
+            SomeSizesOnly: if they are known for some sizes only.
+        """
+        results = self._results
         with self.program.fake_mode:
-            return [torch.empty_like(y, memory_format=_format_of(y)) for y in self._results]
+            return [torch.empty_like(y, memory_format=_format_of(y)) for y in results]
 
     @cached_property
     def handed(self) -> list[Tensor]:
@@ -59,7 +70,8 @@ class Derivatives:
 
     @cached_property
     def _results(self) -> list[Tensor]:
-        with self.program.fake_mode, torch.enable_grad():  # the graph may call autograd itself
+        # The graph may call autograd itself.
+        with sizes.traced(self.program), torch.enable_grad():
             run = record(self.program, self.program.examples, self.layout)
             return [y.detach() for y in run.results]
 
@@ -97,6 +109,10 @@ class Derivatives:
             again = replace(self.program, code=forward)
             return Pullback(again, self.layout, key)(*inputs, *there)
         code = self.code_for(key)
+        if isinstance(code, SomeSizesOnly) and (other := self.for_sizes_of(inputs)):
+            return other.pull_back(
+                wanted, inputs, cotangents, handed=handed, batched=batched, random=random
+            )
         if not isinstance(code, Exception):
             given = [
                 _plain(g, torch.contiguous_format if batched else _format_of(like))
@@ -107,7 +123,8 @@ class Derivatives:
                 found: Sequence[Tensor | None] = code(*inputs, *handed, *given)
             return found[: len(wanted)]
         if random is None:
-            return Pullback(self.program, self.layout, key)(*inputs, *handed, *there)
+            with _by_the_rules():
+                return Pullback(self.program, self.layout, key)(*inputs, *handed, *there)
         if not batched:
             raise RuntimeError(
                 "a further derivative of compiled code that draws random numbers: expected to "
@@ -131,11 +148,30 @@ class Derivatives:
                     found = self.compiled[key] = self.compile(key)
         return found
 
+    def for_sizes_of(self, inputs: Sequence[Any]) -> Derivatives | None:
+        """Those of the same graph for the sizes of these inputs alone, up to MOST_SIZES."""
+        known = sizes.of(inputs)
+        with compile_lock:
+            if known not in self.by_sizes:
+                if len(self.by_sizes) == MOST_SIZES:
+                    log.warning(
+                        "a further derivative of compiled code runs uncompiled: a formula takes "
+                        "sizes for known; expected at most %s of them, found more",
+                        MOST_SIZES,
+                    )
+                    return None
+                program = sizes.known(self.program, inputs)
+                self.by_sizes[known] = Derivatives(program, self.layout, self.forward)
+            return self.by_sizes[known]
+
     def compile(self, key: Key) -> Callable[..., Any] | Exception:
         try:
             return self._compile(key)
         except SomeSizesOnly as error:
-            log.warning("a further derivative of compiled code runs uncompiled: %s", error)
+            log.info("a further derivative of compiled code is compiled for each size: %s", error)
+            return error
+        except NotImplementedError as error:  # eager mode has no such derivative either
+            log.info("a further derivative of compiled code runs uncompiled: %s", error)
             return error
         except Exception as error:
             faults.report("compiling a further derivative", "a graph", error, "It runs uncompiled")
@@ -168,40 +204,17 @@ def compiled(
         stack.enter_context(torch.set_grad_enabled(higher))
         stack.enter_context(tracing(TracingContext(program.fake_mode)))
         stack.enter_context(program.autocast.restored())
-        stack.enter_context(_without_guards(program.fake_mode.shape_env))
+        stack.enter_context(sizes.without_guards(program.fake_mode.shape_env))
         return program.compile(graph, examples)
 
 
-# By ShapeEnv.
-_TAKEN_FOR_KNOWN: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-
-class SomeSizesOnly(RuntimeError):
-    """What is compiled while the sizes of a graph vary holds for some of them."""
-
-
 @contextlib.contextmanager
-def _without_guards(env: Any) -> Iterator[None]:
-    """Raises SomeSizesOnly if what is compiled in the block holds for some sizes only: Dynamo has
-    done with its guards, and would not notice other sizes. So does anything else of that graph from
-    then on: these sizes are taken for known, and nothing would be guarded.
+def _by_the_rules() -> Iterator[None]:
+    """A block in which what runs uncompiled has the derivatives that compiled code has: from the
+    third order on eager mode's are wrong for norms. The rules are looked up in this thread alone.
     """
-    if env is None:
+    with registered(), enable_python_dispatcher():
         yield
-        return
-    if found := _TAKEN_FOR_KNOWN.get(env):
-        raise SomeSizesOnly(found)
-    before, frozen = len(env.guards), env.frozen
-    env.frozen = False
-    try:
-        yield
-    finally:
-        env.frozen = frozen
-        if new := [str(guard.expr) for guard in env.guards[before:]]:
-            found = f"expected code for all sizes; found some for {', '.join(new)} only"
-            _TAKEN_FOR_KNOWN[env] = found
-    if found:
-        raise SomeSizesOnly(found)
 
 
 def _plain(g: Tensor, layout: torch.memory_format) -> Tensor:

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.convert_frame import compile_lock
 
-from normpass.backend.higher_order.derivatives import SomeSizesOnly, compiled
+from normpass.backend.higher_order import sizes
+from normpass.backend.higher_order.derivatives import compiled
 from normpass.backend.higher_order.handover import HANDED, handing_over
+from normpass.backend.higher_order.kept import has_hooks
+from normpass.backend.higher_order.sizes import SomeSizesOnly
 from normpass.passes import faults
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ class Forward:
 
     def _compiled(self) -> Callable[..., Sequence[Any]] | None:
         program = self.program
-        with program.fake_mode, program.autocast.restored():
+        with sizes.traced(program), program.autocast.restored():
             graph = handing_over(program.graph, program.examples, self.layout.written)
         if graph is None:
             return None
@@ -68,7 +71,8 @@ class Forward:
 
         @functools.wraps(first)
         def call(*inputs: Any) -> Sequence[Any]:
-            if self.code is None:
+            # A checkpoint runs it twice, and what is saved has to be the same both times.
+            if self.code is None or has_hooks():
                 return first(*inputs)
             return self.code(*inputs)[: self.outputs]
 

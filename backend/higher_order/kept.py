@@ -74,7 +74,7 @@ def keeper(layout: Layout) -> Callable[[Sequence[Any]], Kept]:
     def keep(inputs: Sequence[Any]) -> Kept:
         if copied:
             inputs = [_before_it_is_written(x) if i in copied else x for i, x in enumerate(inputs)]
-        if _HOOKS(True) is not None:
+        if has_hooks():
             inputs = [_through_hooks(x) for x in inputs]
         try:
             return Kept(inputs, list(map(_VERSION, inputs)))
@@ -102,6 +102,11 @@ def keeping(forward: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
         return result
 
     return forward_and_keep
+
+
+def has_hooks() -> bool:
+    """Whether saved tensors go through hooks: in a checkpoint, in save_on_cpu."""
+    return _HOOKS(True) is not None
 
 
 def _version(x: Any) -> int:

@@ -2,7 +2,8 @@
 
 Private, checked on torch 2.11, 2.13 and 2.15: input_info, output_info and
 mutated_inp_runtime_indices of the metadata that AOTAutograd keeps of a graph (ViewAndMutationMeta),
-and OutputType; a placeholder's meta["example_value"] in Dynamo's graphs.
+and OutputType; has_effects of torch._higher_order_ops.effects; a placeholder's
+meta["example_value"] in Dynamo's graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Interpreter
 from torch.nn import functional
@@ -70,6 +72,17 @@ class Program:
     def fake_mode(self) -> Any:
         """Dynamo's own, in which the examples were made."""
         return next(x.fake_mode for x in self.examples if isinstance(x, FakeTensor))
+
+    def effect(self) -> str | None:
+        """What the graph does beside computing: a print, a call of an object's method. That the
+        solution of a linear system is checked is none.
+        """
+        for module in self.graph.modules():
+            nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
+            for node in nodes:
+                if has_effects(node.target):
+                    return str(node.target)
+        return None
 
     def run(
         self, inputs: Sequence[Any], given: Sequence[Tensor] = (), phase: Phase | None = None

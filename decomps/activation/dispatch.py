@@ -25,13 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.activation import torch_internals as internals
-from normpass.decomps.activation.kernels import (
-    batched,
-    derived,
-    recorded,
-    second_derivative,
-    weighted,
-)
+from normpass.decomps.activation.kernels import batched, derived
 from normpass.decomps.activation.torch_internals import (
     FUNCTORCH_BATCHED,
     PYTHON,
@@ -105,11 +99,8 @@ class TracingRules:
 
 def _of_autograd(without: Container[str]) -> dict[OpOverload, Callable[[Function], Function]]:
     """Operators and, of what the dispatcher would call, the kernel that stands before it."""
-    kernels: dict[OpOverload, Callable[[Function], Function]] = {}
-    for op, rule in by_op("double_backward").items():
-        if op.namespace == "aten":  # not the formulas, which are operators of ours
-            kernels[op] = partial(_backward, op, rule)
-    kernels |= {op: partial(derived, rule) for op, rule in by_op("autograd").items()}
+    kernels: dict[OpOverload, Callable[[Function], Function]]
+    kernels = {op: partial(derived, rule) for op, rule in by_op("autograd").items()}
     if internals.NODES not in without:
         from normpass.decomps.table import traced  # inherits what may be missing
 
@@ -220,21 +211,6 @@ def _by_mode(op: OpOverload) -> Function:
 def _load_torchs_own() -> None:
     """Inductor's import enters rules of torch's own, for `_own` to find."""
     internals.find("torch._inductor.decomposition")
-
-
-def _backward(op: OpOverload, rule: Function, own: Function) -> Function:
-    """A norm's backward, for torch.autograd.grad(create_graph=True) in what is traced."""
-    enter, given = second_derivative(op, rule), weighted(op)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not recorded():
-            return own(*args, **kwargs)
-        values = given(args, kwargs)
-        outs = own(*values)
-        enter(outs, values)
-        return outs
-
-    return kernel
 
 
 def _autograd_keys() -> list[DispatchKey]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from normpass.decomps.activation.kernels import recorded, weighted
 from normpass.decomps.activation.levels import in_transform
 from normpass.decomps.norms.weight_norm import weight_norm
-from normpass.decomps.registry import DECLARED, declared_derivatives, find_op
+from normpass.decomps.registry import DECLARED, by_op, declared_derivatives, find_op
 from normpass.decomps.table.nodes import differentiated
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def kernels() -> dict[OpOverload, Callable[[Function], Function]]:
     found |= {
         op: partial(_in_transforms, differentiated(op)) for op in _there(BETTER_IN_TRANSFORMS)
     }
+    found |= {op: partial(_backward, op) for op in by_op("double_backward") if _is_torchs(op)}
     found |= {op: partial(_instead, kernel) for op, kernel in taken_apart().items()}
     return found | {op: partial(_instead, kernel) for op, kernel in of_users().items()}
 
@@ -57,6 +59,22 @@ def _there(names: Iterable[str]) -> list[OpOverload]:
 def taken_apart() -> dict[OpOverload, Function]:
     """Operators of TAKEN_APART and what they are made of."""
     return {op: TAKEN_APART[str(op)] for op in _there(TAKEN_APART)}
+
+
+def _is_torchs(op: OpOverload) -> bool:
+    return op.namespace == "aten"  # the formulas are operators of ours
+
+
+def _backward(op: OpOverload, own: Function) -> Function:
+    """A norm's backward, for torch.autograd.grad(create_graph=True) in what is traced. torch's own
+    node takes what was saved for constants, and batch norm's sizes for known.
+    """
+    node, given = differentiated(op), weighted(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return node(*given(args, kwargs)) if recorded() else own(*args, **kwargs)
+
+    return kernel
 
 
 def _instead(kernel: Function, _: Function) -> Function:

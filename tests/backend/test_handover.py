@@ -11,15 +11,10 @@ import torch
 from higher_order_cases import IGNORED, W, X, assert_same, compiled, derivatives, numbers
 from higher_order_programs import PROGRAMS
 from torch import Tensor, nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from normpass.backend.higher_order import derivatives as derivatives_of_compiled
 from normpass.backend.higher_order import handover
-from normpass.backend.higher_order.derivatives import SomeSizesOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,36 +71,6 @@ def test_other_sizes(handed: list[int]) -> None:
         x = numbers(rows, 4)
         assert_same(derivatives(ours, x, W), derivatives(function, x, W))
     assert handed == [2]
-
-
-def test_sizes_that_a_formula_takes_for_known(caplog: pytest.LogCaptureFixture) -> None:
-    """A double backward in C++ does, in batch norm or in the loss. What it has taken for known
-    stays so: nothing more may be compiled of that graph.
-    """
-    norm = nn.BatchNorm2d(1, track_running_stats=False).double()
-    labels = torch.arange(8) % 5
-
-    def loss(x: Tensor, w: Tensor) -> Tensor:
-        h = norm(x.view(-1, 1, 2, 2)).flatten(1)
-        return F.cross_entropy(h @ w.view(4, 5), labels[: len(h)])
-
-    ours, w = compiled(loss), numbers(20)
-    for examples in (3, 7, 3, 4, 7):
-        x = numbers(examples, 4)
-        assert_same(derivatives(ours, x, w), derivatives(loss, x, w))
-    assert "expected code for all sizes" in caplog.text
-
-
-def test_what_is_taken_for_known_stays_so() -> None:
-    """The second block guards nothing that the first one has not: it would pass."""
-    env = ShapeEnv()
-    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    mode = FakeTensorMode(shape_env=env)
-    x = mode.from_tensor(torch.empty(3), symbolic_context=dynamic, source=ConstantSource("x"))
-    for _ in range(2):
-        with pytest.raises(SomeSizesOnly, match="expected code for all sizes"):  # noqa: SIM117
-            with derivatives_of_compiled._without_guards(env):
-                assert x.shape[0] == 3
 
 
 class Bounded(nn.Module):

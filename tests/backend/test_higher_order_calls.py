@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from higher_order_cases import IGNORED, W, X, assert_same, compiled, derivatives, model, numbers
-from higher_order_programs import breaks
+from higher_order_programs import NORMS, breaks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from normpass.backend import higher_order, record
 from normpass.backend.higher_order import kept
@@ -89,6 +90,20 @@ def test_what_cannot_be_compiled_runs_uncompiled(
 
     monkeypatch.setattr(higher_order.Derivatives, "_compile", fail)
     assert_same(derivatives(compiled(function), X, W), derivatives(function, X, W))
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+@pytest.mark.parametrize("name", sorted(NORMS))
+def test_norms_that_run_uncompiled_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third order on eager mode's are not."""
+
+    def fail(*args: Any) -> Any:
+        raise NotImplementedError("for the test")
+
+    monkeypatch.setattr(higher_order.Derivatives, "_compile", fail)
+    norm, written_out = NORMS[name]
+    found = derivatives(compiled(norm), X, W, order=3)
+    assert_same(found, derivatives(written_out, X, W, order=3))
 
 
 @pytest.mark.usefixtures("faults_are_meant")
@@ -188,3 +203,42 @@ def test_statistics_of_norms_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
 
     compiled(function)(X, W)
     assert copied == [(5,)]
+
+
+class _Printing(nn.Module):
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        torch._higher_order_ops.print("once")
+        return (x @ w).tanh()
+
+
+def test_what_has_an_effect_is_refused_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """It would be done again. The first derivative is as it was."""
+    ours = compiled(_Printing())
+    assert_same(derivatives(ours, X, W, order=1), derivatives(_Printing(), X, W, order=1))
+    assert "cannot be differentiated" not in caplog.text
+    with pytest.raises(RuntimeError):
+        derivatives(ours, X, W)
+    assert "cannot be differentiated (create_graph=True): expected a graph that" in caplog.text
+    assert "found print" in caplog.text
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_a_checkpoint_around_code_that_takes_derivatives(order: int) -> None:
+    """It counts what is saved, the first time and when it runs again; the compiled convolution is
+    handed over from the second call on, and compiled in between.
+    """
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv1d(x[:, None], w[:2, None, :3], padding=1).sin().mean(1)
+
+    def slope(f: Any) -> Any:
+        def of(x: Tensor, w: Tensor) -> Tensor:
+            (found,) = torch.autograd.grad(f(x, w).sin().sum(), x, create_graph=True)
+            return found
+
+        return lambda x, w: checkpoint(of, x * 1, w, use_reentrant=False)
+
+    ours = slope(compiled(block))
+    right = derivatives(slope(block), X, W, order=order)
+    for _ in range(2):
+        assert_same(derivatives(ours, X, W, order=order), right)

@@ -1,0 +1,81 @@
+"""Derivatives of random small programs, compiled, against eager mode in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from higher_order_cases import IGNORED, numbers, results, weighted
+from hypothesis import HealthCheck, assume, given, settings
+from random_programs import Case, cases, oracle, parameters, program
+
+from normpass.backend.higher_order import handover
+from normpass.passes import faults
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from torch import Tensor
+
+pytestmark = IGNORED
+QUIET: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.function_scoped_fixture,
+    ],
+}
+# Derivatives of a softmax of a norm of three rows may be large: what is larger tests rounding.
+LARGEST = 1e6
+
+
+def derivatives(function: Any, leaves: list[Tensor], order: int) -> list[Tensor]:
+    """Of all leaves, all orders up to this one; zeros for those that it does not depend on, which
+    compiled code may not know.
+    """
+    nothing = sum((leaf.sum() for leaf in leaves), torch.zeros(())) * 0
+    values = results(function, leaves[0])
+    found: list[Tensor] = []
+    for k in range(order):
+        last = k + 1 == order
+        values = list(
+            torch.autograd.grad(weighted(values) + nothing, leaves, create_graph=not last)
+        )
+        found += [g.detach() for g in values]
+        values = [g.sin() for g in values]
+    return found
+
+
+def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    with monkeypatch.context() as patched:
+        if case.everything:
+            patched.setattr(handover, "LEAST_OPERATIONS", 1)
+        shared = parameters()
+        right, ours = oracle(case, shared), program(case, shared)
+        for rows in case.rows:
+            leaves = [numbers(rows, 4), *shared]
+            want = derivatives(right, leaves, case.order)
+            assume(all(float(g.abs().max()) < LARGEST for g in want))  # NaN is not
+            for k, (g, w) in enumerate(
+                zip(derivatives(ours, leaves, case.order), want, strict=True)
+            ):
+                scale = max(1.0, float(w.abs().max()))
+                wrong = float((g - w).abs().max()) / scale
+                assert wrong < 1e-9, f"derivative {k} of {rows} rows is wrong by {wrong}: {case}"
+    assert not faults.reported(), case
+
+
+@settings(max_examples=8, derandomize=True, **QUIET)
+@given(cases())
+def test_random_programs(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    check(case, monkeypatch)
+
+
+@pytest.mark.sweep
+@settings(max_examples=400, print_blob=True, **QUIET)
+@given(cases())
+def test_many_random_programs(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    check(case, monkeypatch)
