@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     Function = Callable[..., Any]
 
 
-# Dynamo's own, where it looks at what it traces.
+# Dynamo's own, where it looks at what it traces, and Inductor's, of what it calls.
 IGNORED = [
+    pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be"),
 ]

@@ -11,7 +11,7 @@ from normpass.decomps.activation.levels import constant
 from normpass.decomps.conventions import Result, absent, like, real
 from normpass.decomps.derivatives.linalg_spectra import diagonal, imaginary
 from normpass.decomps.manual import Gradient, Tangent, manual
-from normpass.decomps.operators import is_concrete, is_differentiated
+from normpass.decomps.operators import is_differentiated, is_recorded_apart
 
 aten = torch.ops.aten
 
@@ -94,7 +94,7 @@ def linalg_det_backward(
     grad: Gradient, det: Tensor, A: Tensor, LU: Tensor, pivots: Tensor
 ) -> Tensor:
     """y = det(A):  dA = grad * adj(A)^H"""
-    if is_differentiated((grad, A)) or not is_concrete(A):
+    if is_differentiated((grad, A)) or is_recorded_apart():
         return grad[..., None, None] * _adjugate(A).mH
     LU, pivots, _ = torch.linalg.lu_factor_ex(A)
     LU, product, _ = _without_zeros(LU, pivots)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BETTER = {
     "aten.linalg_householder_product.default": "a graph of 20 nodes a column, and a loop over them",
     "aten.ormqr.default": "a graph of 20 nodes a column, and a loop over them",
+    "aten._linalg_det.default": "an svd for every matrix, and NaN from the third order on: its "
+    "factors are orthogonal, with singular values that are all the same",
     "aten.logcumsumexp.default": "logarithms of positive and negative gradients apart; NaN after "
     "the second order",
     "aten.scatter_reduce.two": "a wrong tangent of a product of several, half a gradient of a "

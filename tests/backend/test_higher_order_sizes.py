@@ -58,10 +58,9 @@ OPERATORS: dict[str, Function] = {
         w[None, None], x.view(1, -1, 2, 2).tanh(), align_corners=True
     ),
     "singular values": lambda x, w: torch.linalg.svdvals(x @ w),
-    "logcumsumexp": lambda x, w: (x @ w).logcumsumexp(0),
     # With a check that AOTAutograd takes for an effect.
     "inverse": lambda x, w: torch.linalg.inv(_regular(x, w)),
-    "determinant": lambda x, w: torch.linalg.det(_regular(x, w)),
+    "determinant": lambda x, w: torch.linalg.det(_regular(x * 0.3, w)),
     # All others.
     "standard deviation": lambda x, w: (x @ w).std(0),
     "logsumexp": lambda x, w: (x @ w).logsumexp(0),
