@@ -2,7 +2,7 @@
 
 PyTorch's own are no oracle here. Of a product by scatter_reduce it has a wrong tangent, of a
 maximum in which self takes no part half a gradient, of householder_product a wrong grad of jvp, and
-of logcumsumexp no third derivative: all silently, in torch 2.13.
+of logcumsumexp and of a determinant no third derivative: all silently, in torch 2.13.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ FUNCTIONS: dict[str, tuple[str, Function]] = {
     "convolution_backward": ("convolution_backward.default", convolution_backward),
     "cumprod": ("cumprod.default", lambda x: x.cumprod(1)),
     "logcumsumexp": ("logcumsumexp.default", lambda x: (x * 3).logcumsumexp(0)),
+    "det": (
+        "_linalg_det.default",
+        lambda x: torch.linalg.det(x @ x.mT + torch.eye(4, dtype=x.dtype)) * 0.01,
+    ),
     "prod of scatter_reduce": ("scatter_reduce.two", scattered("prod", True)),
     "the same without self": ("scatter_reduce.two", scattered("prod", False)),
     "mean of scatter_reduce": ("scatter_reduce.two", scattered("mean", True)),
