@@ -1,11 +1,11 @@
 """Graphs whose sizes vary: what is compiled of one for all of them, and what for each by itself.
 
-Some formulas in C++ take a size for known (cross entropy's double backward). What holds them, and
+Some formulas take a size for known: those of a product of all elements, of glu. What holds them, and
 what is compiled of the same graph after it, is compiled for each size that comes.
 
 Private, checked on torch 2.11, 2.13 and 2.15: guards and frozen of ShapeEnv;
 torch._dispatch.python.enable_python_dispatcher; _disable_saved_tensors_hooks_during_tracing of
-torch._dynamo.utils.
+torch._dynamo.utils; Mod and FloorDiv of torch.utils._sympy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing as _without_hooks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -52,11 +54,23 @@ def without_guards(env: Any) -> Iterator[None]:
         yield
     finally:
         env.frozen = frozen
-        if new := [str(guard.expr) for guard in env.guards[before:]]:
-            found = f"expected code for all sizes; found some for {', '.join(new)} only"
+        conditions = [guard.expr for guard in env.guards]
+        known, new = conditions[:before], conditions[before:]
+        if left := [str(expr) for expr in _simplified(new, known) if expr is not sympy.true]:
+            found = f"expected code for all sizes; found some for {', '.join(left)} only"
             _TAKEN_FOR_KNOWN[env] = found
     if found:
         raise SomeSizesOnly(found)
+
+
+def _simplified(new: Sequence[Any], known: Sequence[Any]) -> list[Any]:
+    """Conditions on sizes, where others hold: true is what follows from a size being a multiple,
+    as that of the channels of a group norm.
+    """
+    zeros = [eq.lhs for eq in known if isinstance(eq, sympy.Eq) and eq.rhs == 0]
+    multiples = [zero.args for zero in zeros if isinstance(zero, Mod)]
+    exact = {FloorDiv(size, factor): size / factor for size, factor in multiples}
+    return [sympy.sympify(expr).xreplace(exact) for expr in new]
 
 
 @contextlib.contextmanager

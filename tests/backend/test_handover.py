@@ -138,7 +138,7 @@ def test_no_product_is_computed_twice() -> None:
     x = torch.randn(16, 64, requires_grad=True)
 
     def products(f: Function) -> int:
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
             y = f(x)
             (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
             (slope.square().sum() + y.square().sum()).backward()
