@@ -1,7 +1,7 @@
 """Graphs whose sizes vary: what is compiled of one for all of them, and what for each by itself.
 
-Some formulas take a size for known: those of a product of all elements, of glu. What holds them, and
-what is compiled of the same graph after it, is compiled for each size that comes.
+Some formulas take a size for known: those of a product of all elements, of glu. What holds them,
+and what is compiled of the same graph after it, is compiled for each size that comes.
 
 Private, checked on torch 2.11, 2.13 and 2.15: guards and frozen of ShapeEnv;
 torch._dispatch.python.enable_python_dispatcher; _disable_saved_tensors_hooks_during_tracing of
