@@ -174,16 +174,20 @@ def _refusal(function: Any, layout: Layout, program: Program) -> str | None:
 
 
 def _refusing(backward: Callable[..., Any], why: str) -> Callable[..., Any]:
-    """A compiled function's backward, which cannot be differentiated, and says why if asked to."""
+    """A compiled function's backward, which cannot be differentiated, and says why if asked to,
+    once.
+    """
+    to_say = [why]
 
     def backward_only(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():
+        if to_say and torch.is_grad_enabled():
             log.warning(
                 "a backward of compiled code cannot be differentiated (create_graph=True): "
                 "expected %s. Where a second derivative is needed, take that part out of what is "
                 "compiled (torch.compiler.disable)",
                 why,
             )
+            to_say.clear()
         return backward(ctx, *gradients)
 
     return backward_only

@@ -44,6 +44,7 @@ class Derivatives:
 
     forward: what compiles a forward that hands over. compiled: the code, or why there is none.
     by_sizes: those of one graph whose sizes vary, for each that came, where no code holds for all.
+    has_warned: whether there was a warning that more came.
     """
 
     program: Program
@@ -51,6 +52,7 @@ class Derivatives:
     forward: Callable[[], Callable[..., Any] | None] = lambda: None
     compiled: dict[Key, Callable[..., Any] | Exception] = field(default_factory=dict)
     by_sizes: dict[Hashable, Derivatives] = field(default_factory=dict)
+    has_warned: bool = False
 
     @cached_property
     def cotangents(self) -> list[Tensor]:
@@ -154,11 +156,13 @@ class Derivatives:
         with compile_lock:
             if known not in self.by_sizes:
                 if len(self.by_sizes) == MOST_SIZES:
-                    log.warning(
-                        "a further derivative of compiled code runs uncompiled: a formula takes "
-                        "sizes for known; expected at most %s of them, found more",
-                        MOST_SIZES,
-                    )
+                    if not self.has_warned:
+                        log.warning(
+                            "a further derivative of compiled code runs uncompiled: a formula "
+                            "takes sizes for known; expected at most %s of them, found more",
+                            MOST_SIZES,
+                        )
+                    self.has_warned = True
                     return None
                 program = sizes.known(self.program, inputs)
                 self.by_sizes[known] = Derivatives(program, self.layout, self.forward)
