@@ -10,7 +10,7 @@ import pytest
 import torch
 from higher_order_cases import IGNORED, W, X, assert_same, compiled, derivatives, numbers
 from higher_order_programs import PROGRAMS
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -128,6 +128,23 @@ def test_images(dtype: torch.dtype, inner: str, handed: list[int]) -> None:
         for y, want in zip(numbers_, right, strict=True):
             torch.testing.assert_close(y, want, rtol=near[0], atol=near[1])
     assert handed == [2]
+
+
+@fx.wrap
+def hooks_of_all_modules(x: Tensor) -> Tensor:
+    from torch.nn.modules import module
+
+    assert not module._global_forward_pre_hooks
+    assert not module._global_forward_hooks
+    return x
+
+
+def test_operations_are_counted_in_one_thread() -> None:
+    """Other threads run their modules meanwhile: they must not see that something is counted."""
+    graph = fx.symbolic_trace(lambda x, w: (hooks_of_all_modules(x) @ w,))
+    run = handover._Counted(graph)
+    run.on_tape([X, W], ())
+    assert run.counter.count == 2 * 3 * 4 * 4
 
 
 def test_no_product_is_computed_twice() -> None:

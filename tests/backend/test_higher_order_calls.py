@@ -234,6 +234,20 @@ def test_what_has_an_effect_is_refused_with_a_reason(caplog: pytest.LogCaptureFi
     assert "found print" in caplog.text
 
 
+def test_inputs_that_share_memory_are_refused_with_a_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def function(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        x.mul_(2)
+        return (x @ w).tanh() + y.sum()
+
+    both = torch.arange(16, dtype=torch.float64) / 16
+    ours = compiled(function)
+    value = ours(both[:12].view(3, 4), both[4:].view(3, 4), W)
+    torch.autograd.grad(value.sum(), W, create_graph=True)
+    assert caplog.text.count("found some that share it and are written to") == 1
+
+
 @pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_make_saved_tensor"),
     reason="further derivatives under hooks for saved tensors need torch 2.12",
