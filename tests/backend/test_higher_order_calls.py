@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from normpass.backend import higher_order, record
-from normpass.backend.higher_order import kept
+from normpass.backend.higher_order import handover, kept
 from normpass.passes import faults
 
 pytestmark = IGNORED
@@ -253,10 +253,13 @@ def test_inputs_that_share_memory_are_refused_with_a_reason(
     reason="further derivatives under hooks for saved tensors need torch 2.12",
 )
 @pytest.mark.parametrize("order", [2, 3])
-def test_a_checkpoint_around_code_that_takes_derivatives(order: int) -> None:
+def test_a_checkpoint_around_code_that_takes_derivatives(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It counts what is saved, the first time and when it runs again; the compiled convolution is
     handed over from the second call on, and compiled in between.
     """
+    monkeypatch.setattr(handover, "LEAST_OPERATIONS", 1)
 
     def block(x: Tensor, w: Tensor) -> Tensor:
         return F.conv1d(x[:, None], w[:2, None, :3], padding=1).sin().mean(1)
