@@ -168,6 +168,14 @@ def test_sizes_that_a_formula_takes_for_known(
     assert ("expected at most 1 of them, found more" in caplog.text) == (limit == 1)
 
 
+def test_what_is_compiled_by_itself() -> None:
+    """Another shape, other strides, another number; not other values."""
+    x = torch.zeros(3, 3)
+    others = [(torch.zeros(3, 4), 3), (torch.zeros(3, 6)[:, ::2], 3), (x, 4)]
+    assert sizes.of((x, 3)) == sizes.of((x + 1, 3))
+    assert len({sizes.of((x, 3)), *map(sizes.of, others)}) == 4
+
+
 def test_what_is_taken_for_known_stays_so() -> None:
     """The second block guards nothing that the first one has not: it would pass."""
     env = ShapeEnv()

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
+from normpass import decompositions
 from normpass.decomps.table.binding import jvp, vjp
 
 if TYPE_CHECKING:
@@ -236,6 +237,18 @@ def test_a_determinants_gradient_in_a_trace_of_any_size() -> None:
     assert_close(traced(A), gradient_of_det(A))
     count = [len(make_fx(gradient_of_det)(torch.randn(n, n)).graph.nodes) for n in (3, 30)]
     assert count[0] == count[1]
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["", "zero pivots"])
+@pytest.mark.parametrize(("n", "rank"), [(3, 3), (3, 2), (4, 2)])
+def test_a_recorded_gradient_of_a_determinant_is_differentiated(
+    n: int, rank: int, zeros: bool
+) -> None:
+    """Afterwards: what was recorded may not have taken the matrix for one that has an inverse."""
+    A = of_rank(n, rank, torch.float64, zeros)
+    recorded = make_fx(gradient_of_det, decomposition_table=decompositions())(A)
+    hessian = torch.func.jacrev(torch.func.jacrev(by_permutations))
+    assert_close(torch.func.jacrev(recorded)(A), hessian(A), rtol=1e-7, atol=1e-9)
 
 
 def test_the_logarithm_of_a_singular_matrix_is_not_refused() -> None:
