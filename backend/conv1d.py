@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._prims_common import suggest_memory_format
-from torch.fx.node import map_arg
 
+from normpass.backend.calls import call, computed
 from normpass.passes.sizes import hint
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ OF_BIAS = 2  # which gradient is
 ENOUGH_CHANNELS = 8
 # For oneDNN's gradient of the weight, with channels together. (Sound has one.)
 ENOUGH_CHANNELS_READ = 4
-# What is known of a node's value, not of where it comes from.
-OF_A_VALUE = ("val", "tensor_meta", "eager_input_vals")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,7 +69,7 @@ def _forward(graph: Graph, node: Node) -> None:
     arguments: Any = node.args
     x, weight, bias, *how = arguments
     images = _image(graph, x, node), _unsqueezed(graph, weight, node)
-    image = _call(graph, node, FORWARD, *images, bias, *_in_two_dimensions(*how))
+    image = call(graph, node, FORWARD, *images, bias, *_in_two_dimensions(*how))
     image.meta["val"] = _channels_last(node.meta["val"].unsqueeze(ROWS))
     node.replace_all_uses_with(_row(graph, image, node))
 
@@ -84,13 +82,13 @@ def _backward(graph: Graph, node: Node) -> None:
             _from_windows(graph, node)
         return
     images = _image(graph, gradient, node), _image(graph, x, node), _unsqueezed(graph, weight, node)
-    gradients = _call(graph, node, BACKWARD, *images, bias_sizes, *_in_two_dimensions(*how))
+    gradients = call(graph, node, BACKWARD, *images, bias_sizes, *_in_two_dimensions(*how))
     of_rows = node.meta["val"]
     of_images = [x if x is None else _channels_last(x.unsqueeze(ROWS)) for x in of_rows[:2]]
     gradients.meta["val"] = (*of_images, *of_rows[2:])
     for result in list(node.users):
         _, k = result.args
-        found = _call(graph, result, operator.getitem, gradients, k)
+        found = call(graph, result, operator.getitem, gradients, k)
         found.meta["val"] = gradients.meta["val"][k]
         result.replace_all_uses_with(found if k == OF_BIAS else _row(graph, found, result))
         graph.erase_node(result)
@@ -115,9 +113,7 @@ def _from_windows(graph: Graph, node: Node) -> None:
     channels, *window = weight.meta["val"].shape
 
     def compute(op: Any, *arguments: Any) -> Node:
-        result = _call(graph, node, op, *arguments)
-        result.meta["val"] = op(*map_arg(arguments, lambda operand: operand.meta["val"]))
-        return result
+        return computed(graph, node, op, *arguments)
 
     padded = compute(aten.constant_pad_nd.default, x, [padding, padding]) if padding else x
     windows = compute(aten.unfold.default, padded, 2, window[1], stride)
@@ -155,9 +151,9 @@ def _image(graph: Graph, operand: Node, reader: Node) -> Node:
         image.meta["val"], operand.meta["val"] = together, together.squeeze(ROWS)
     elif suggest_memory_format(image.meta["val"]) is not torch.channels_last:
         if _is_one_channel(image.meta["val"]):
-            image = _call(graph, reader, aten.as_strided.default, image, *_layout(together))
+            image = call(graph, reader, aten.as_strided.default, image, *_layout(together))
         else:
-            image = _call(graph, reader, aten.clone.default, image)
+            image = call(graph, reader, aten.clone.default, image)
             image.kwargs = {"memory_format": torch.channels_last}
         image.meta["val"] = together
     return image
@@ -174,14 +170,14 @@ def _layout(image: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _unsqueezed(graph: Graph, operand: Node, reader: Node) -> Node:
-    image = _call(graph, reader, aten.unsqueeze.default, operand, ROWS)
+    image = call(graph, reader, aten.unsqueeze.default, operand, ROWS)
     image.meta["val"] = operand.meta["val"].unsqueeze(ROWS)
     return image
 
 
 def _row(graph: Graph, image: Node, meant: Node) -> Node:
     """n c 1 t -> n c t; in place of another node."""
-    row = _call(graph, meant, aten.squeeze.dim, image, ROWS)
+    row = call(graph, meant, aten.squeeze.dim, image, ROWS)
     row.meta["val"] = image.meta["val"].squeeze(ROWS)
     return row
 
@@ -189,10 +185,3 @@ def _row(graph: Graph, image: Node, meant: Node) -> Node:
 def _channels_last(image: Tensor) -> Tensor:
     """An example as Inductor lays out images: it lays tensors out as their examples are."""
     return torch.empty_like(image, memory_format=torch.channels_last)
-
-
-def _call(graph: Graph, meant: Node, op: Any, *arguments: Any) -> Node:
-    """A call on behalf of another node, from which it has where it comes from."""
-    node = graph.call_function(op, arguments)
-    node.meta = {name: value for name, value in meant.meta.items() if name not in OF_A_VALUE}
-    return node

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from normpass.backend import conv1d, gemm, image_gradients, random_numbers
+from normpass.backend import conv1d, few_channels, gemm, image_gradients, random_numbers
 from normpass.passes import faults
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("convolutions in one dimension", conv1d.as_images, "They stay so"),
+    Part("gradients of images of few channels", few_channels.as_products, "They stay so"),
     Part(
         "the gradients of images",
         image_gradients.mark,
