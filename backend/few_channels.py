@@ -73,10 +73,11 @@ def _gains(node: Node) -> bool:
     if x.ndim != 4 or not mask[OF_IMAGE] or transposed or groups != 1 or set(dilation) != {1}:
         return False
     many, few, *window = weight.shape
+    sizes = *gradient.shape[1:], *x.shape[1:], *weight.shape
     return bool(
         x.device.type == "cpu"
         and x.dtype is torch.float32
-        and all(isinstance(n, int) and n for n in (*gradient.shape[1:], *x.shape[1:]))
+        and all(isinstance(n, int) and n for n in sizes)
         and few <= FEW_CHANNELS
         and _columns(weight) <= MOST_COLUMNS * many
         and all(window[k] >= strides[k] for k in SIDES)

@@ -60,6 +60,7 @@ PROGRAMS = {
     "maml": Program("maml"),
     "maml, whole": Program("maml", options={"whole": True}),
     "matgl forces": Program("matgl_forces"),
+    "matgl forces, whole": Program("matgl_forces", options={"whole": True}),
     "matgl Hessian": Program("matgl_forces", "hessian"),
     "gpt2 Hessian-vector": Program("gpt2_curvature", "hessian_vector"),
     "gpt2 Hessian-vector, whole": Program("gpt2_curvature", "forward_over_reverse"),

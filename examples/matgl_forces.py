@@ -1,11 +1,13 @@
 """An interatomic potential of matgl, trained on energies and forces; and its Hessian.
 
-    python examples/matgl_forces.py [--backend eager] [--atoms 16] [--steps 200] [--hessian]
+    python examples/matgl_forces.py [--backend eager] [--whole] [--atoms 16] [--steps 200]
+                                    [--hessian]
 
 Forces are gradients of the energy at the positions, so that a loss on forces takes second
 derivatives of the model, and so does the Hessian. matgl's Potential computes both by autograd
-around the model; only the model is compiled. Its own option compile_model leaves Hessians to eager
-mode, "because torch.compile cannot trace double-backward".
+around the model. The model is compiled, or with --whole the potential around it: its call of
+torch.autograd.grad is then traced into compiled code, which is faster. matgl's own option
+compile_model leaves Hessians to eager mode, "because torch.compile cannot trace double-backward".
 
 The data are crystals of rock salt with displaced atoms, labelled by a Morse potential. Needs matgl.
 """
@@ -65,9 +67,12 @@ def training(
     atoms: int = 16,
     units: int = 64,
     blocks: int = 2,
+    whole: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Callable[[], Tensor]:
-    """A function that takes one step of training and returns its loss."""
+    """A function that takes one step of training and returns its loss. whole: compiles energies and
+    forces instead of the model.
+    """
     torch.manual_seed(0)
     graphs = crystals(CRYSTALS, atoms)
     label = Potential(Morse(), calc_stresses=False).to(dtype).eval()
@@ -76,8 +81,9 @@ def training(
         graph.energy = energy.detach()
     mean = torch.stack([graph.energy for graph in graphs]).mean()
     scale = torch.cat([graph.forces for graph in graphs]).std()
-    model = compile(tensornet(units, blocks))
-    potential = Potential(model, mean, scale, calc_stresses=False).to(dtype)
+    model = tensornet(units, blocks)
+    potential = Potential(model if whole else compile(model), mean, scale, calc_stresses=False)
+    potential = compile(potential.to(dtype)) if whole else potential.to(dtype)
     optimizer = torch.optim.Adam(potential.parameters(), 1e-3)
     order = torch.Generator().manual_seed(0)
     batches = chain.from_iterable(repeat(DataLoader(graphs, BATCH, shuffle=True, generator=order)))
@@ -116,10 +122,12 @@ def hessian(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
+    parser.add_argument("--whole", action="store_true", help="compile energies and forces")
     parser.add_argument("--atoms", type=int, default=16, help="of a crystal, a multiple of 8")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--hessian", action="store_true", help="of one crystal, before training")
     options = parser.parse_args()
+    torch._dynamo.config.trace_autograd_ops = options.whole
 
     def compile(module: Any) -> Any:
         eager = options.backend == "eager"
@@ -129,7 +137,7 @@ def main() -> None:
         stiffness = torch.linalg.eigvalsh(hessian(compile, options.atoms)())
         print(f"eigenvalues from {stiffness[0]:.2e} to {stiffness[-1]:.2e} eV/A^2")
         return
-    step = training(compile, options.atoms)
+    step = training(compile, options.atoms, whole=options.whole)
     for i in range(options.steps):
         loss = step()
         if i % 20 == 0:

@@ -29,6 +29,14 @@ def test_training_is_eagers(example: Any, inner: str) -> None:
     assert_trains_as_eager(example.training, inner, **SIZES)
 
 
+# The potential copies the graph it is given, where Dynamo breaks its own.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
+@pytest.mark.parametrize("inner", INNER)
+def test_energies_and_forces_as_a_whole(example: Any, inner: str) -> None:
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        assert_trains_as_eager(example.training, inner, whole=True, **SIZES)
+
+
 @pytest.mark.parametrize("inner", INNER)
 def test_the_hessian_is_eagers(example: Any, inner: str) -> None:
     right = example.hessian(lambda function: function, **SIZES)()
