@@ -1,5 +1,5 @@
-"""Second derivatives of compiled code under DistributedDataParallel, whose hooks reduce gradients as
-they are accumulated.
+"""Second derivatives of compiled code under DistributedDataParallel, whose hooks reduce gradients
+as they are accumulated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [
         reason="torch was built without gloo",
     ),
 ]
-# (With static_graph=True DDP itself does not reduce the first step's gradients, in eager mode either.)
+# With static_graph=True DDP itself does not reduce the first step's gradients, in eager mode too.
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "around the compiled module": lambda net: DistributedDataParallel(compiled(net)),
     "inside of it": DistributedDataParallel,
