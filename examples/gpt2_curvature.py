@@ -37,6 +37,7 @@ class Letters(nn.Module):
 
     def __init__(self, layers: int, width: int, length: int) -> None:
         super().__init__()
+        written_out: dict[str, Any] = {"attn_implementation": "eager"}
         config = GPT2Config(
             vocab_size=LETTERS,
             n_positions=length,
@@ -46,7 +47,7 @@ class Letters(nn.Module):
             bos_token_id=0,
             eos_token_id=0,
             use_cache=False,
-            attn_implementation="eager",
+            **written_out,
         )
         self.gpt = GPT2LMHeadModel(config)
 
