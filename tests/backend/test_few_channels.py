@@ -1,4 +1,5 @@
-"""Gradients of images of few channels are matrix products: right, and closer than oneDNN's."""
+"""Gradients of images of few channels are matrix products: as right as oneDNN's, and for no others.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +27,21 @@ CONVOLUTIONS: dict[str, tuple[Any, ...]] = {  # channels in and out, window, str
     "larger patches": (3, 256, (9, 16), (9, 16), 0),
     "patches on padding": (3, 32, 4, 4, 2),
     "one pixel": (4, 16, 1, 1, 0),
+    # The most that is taken: of channels, columns, pixels and residues.
+    "8 channels": (8, 32, 3, 1, 1),
+    "48 columns of 16": (3, 16, 4, 1, 1),
+    "64 pixels": (1, 32, 8, 1, 3),
+    "16 residues": (1, 16, 5, 4, 2),
 }
+# Each is left for this reason alone.
 LEFT: dict[str, dict[str, Any]] = {
     "dilated": {"dilation": 2},
     "groups": {"in_channels": 2, "groups": 2},
-    "many channels": {"in_channels": 9},
-    "more columns than memory for them": {"out_channels": 4},
+    "9 channels": {"in_channels": 9, "out_channels": 64},
+    "32 columns of 8": {"out_channels": 8},
     "pixels in no window": {"kernel_size": 2, "stride": 3},
-    "a window of many pixels": {"kernel_size": 9, "out_channels": 64, "padding": 4},
-    "many residues": {"kernel_size": 8, "stride": 5, "out_channels": 32},
+    "81 pixels": {"in_channels": 1, "kernel_size": 9, "out_channels": 64},
+    "20 residues": {"in_channels": 1, "kernel_size": 5, "stride": (4, 5), "padding": 1},
 }
 SIZE = (13, 18)
 
@@ -103,6 +110,15 @@ def test_left_to_onednn(name: str) -> None:
     assert check(net, x, compile_fused(net)) == [[True, True, True]]
 
 
+@pytest.mark.parametrize("kind", [nn.ConvTranspose2d, nn.Conv1d, nn.Conv3d])
+def test_other_convolutions_are_left(kind: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(kind(3, 16, 3), nn.SiLU())
+    x = torch.randn(2, 3, *[6] * (net[0].weight.ndim - 2))
+    masks = check(net, x, compile_fused(net))
+    assert masks in ([[True, True, True]], [[True, False, False]])  # a sound's: conv1d.py
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_numbers_are_left(dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU()).to(dtype)
@@ -123,9 +139,13 @@ def test_batches_of_any_size() -> None:
         assert check(net, x, compiled, weights=False) == []
 
 
-def test_a_penalty_on_gradients() -> None:
-    """The second derivative goes through the product as through the convolution."""
+def test_a_penalty_on_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is differentiated again, the convolution is: the product is Inductor's alone."""
     torch.manual_seed(0)
+    made: list[int] = []
+    stock = few_channels._of_image
+    spy = lambda graph, node: made.append(1) or stock(graph, node)  # noqa: E731
+    monkeypatch.setattr(few_channels, "_of_image", spy)
     net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU()).double()
 
     def penalty(score: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
@@ -139,6 +159,7 @@ def test_a_penalty_on_gradients() -> None:
     found = penalty(compile_fused(single), single, x.float())
     for ours, right in zip(found, want, strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-4)
+    assert made
 
 
 def test_a_fault_costs_no_more_than_time(monkeypatch: pytest.MonkeyPatch) -> None:
