@@ -1,5 +1,4 @@
-"""Gradients of images of few channels are matrix products: as right as oneDNN's, and for no others.
-"""
+"""Gradients of images of few channels are matrix products: as right as oneDNN's, and for no others."""
 
 from __future__ import annotations
 
@@ -113,8 +112,9 @@ def test_left_to_onednn(name: str) -> None:
 @pytest.mark.parametrize("kind", [nn.ConvTranspose2d, nn.Conv1d, nn.Conv3d])
 def test_other_convolutions_are_left(kind: Any) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(kind(3, 16, 3), nn.SiLU())
-    x = torch.randn(2, 3, *[6] * (net[0].weight.ndim - 2))
+    channels = (32, 3) if kind is nn.ConvTranspose2d else (3, 32)
+    net = nn.Sequential(kind(*channels, 3), nn.SiLU())
+    x = torch.randn(2, channels[0], *[6] * (net[0].weight.ndim - 2))
     masks = check(net, x, compile_fused(net))
     assert masks in ([[True, True, True]], [[True, False, False]])  # a sound's: conv1d.py
 
@@ -137,6 +137,14 @@ def test_batches_of_any_size() -> None:
         if n:
             torch._dynamo.mark_dynamic(x, 0)
         assert check(net, x, compiled, weights=False) == []
+
+
+def test_sizes_that_vary_are_left() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.SiLU()).requires_grad_(False)
+    compiled = compile_fused(net, dynamic=True)
+    for size in (SIZE, (8, 9)):
+        x = torch.randn(2, 3, *size)
+        assert check(net, x, compiled, weights=False) == [[True, False, False]]
 
 
 def test_a_penalty_on_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
