@@ -19,7 +19,7 @@ CONVOLUTIONS: dict[str, tuple[Any, ...]] = {  # channels in and out, window, str
     "of one": (1, 16, 5, 1, 2),
     "without padding": (2, 16, 3, 1, 0),
     "more padding than window": (1, 8, 2, 1, 3),
-    "strided": (3, 64, 7, 2, 3),
+    "strided": (3, 32, 5, 2, 2),
     "another stride each way": (3, 32, (3, 5), (2, 1), (0, 2)),
     "pixels beyond the last window": (3, 16, 3, 3, 1),
     "patches": (3, 64, 4, 4, 0),
@@ -29,7 +29,7 @@ CONVOLUTIONS: dict[str, tuple[Any, ...]] = {  # channels in and out, window, str
     # The most that is taken: of channels, columns, pixels and residues.
     "8 channels": (8, 32, 3, 1, 1),
     "48 columns of 16": (3, 16, 4, 1, 1),
-    "64 pixels": (1, 32, 8, 1, 3),
+    "25 pixels": (2, 32, 5, 1, 1),
     "16 residues": (1, 16, 5, 4, 2),
 }
 # Each is left for this reason alone.
@@ -39,7 +39,7 @@ LEFT: dict[str, dict[str, Any]] = {
     "9 channels": {"in_channels": 9, "out_channels": 64},
     "32 columns of 8": {"out_channels": 8},
     "pixels in no window": {"kernel_size": 2, "stride": 3},
-    "81 pixels": {"in_channels": 1, "kernel_size": 9, "out_channels": 64},
+    "30 pixels": {"in_channels": 1, "kernel_size": (5, 6), "out_channels": 32},
     "20 residues": {"in_channels": 1, "kernel_size": 5, "stride": (4, 5), "padding": 1},
 }
 SIZE = (13, 18)
