@@ -1,4 +1,4 @@
-"""Gradients of images of few channels are matrix products: as right as oneDNN's, and for no others."""
+"""Gradients of images of few channels are matrix products: as right as oneDNN's, for no others."""
 
 from __future__ import annotations
 
