@@ -25,7 +25,8 @@ a call.
 
 Private, checked on torch 2.11, 2.13 and 2.15: RuntimeWrapper.post_compile, to which AOTAutograd
 hands that class; the class's forward, backward, metadata, maybe_subclass_metadata and
-boxed_grads_call; torch._C._will_engine_execute_node, _get_current_graph_task_keep_graph; and
+boxed_grads_call; torch._dynamo.trace_rules.add, which has Dynamo skip a package's frames;
+torch._C._will_engine_execute_node, _get_current_graph_task_keep_graph; and
 torch.autograd.graph._engine_run_backward, whose frame tells what gradients somebody asked for.
 """
 
@@ -83,9 +84,13 @@ def install() -> None:
     global _installed
     with _install_lock:
         if not _installed:
+            from torch._dynamo import trace_rules
             from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
 
             wrap(RuntimeWrapper, "post_compile", _around_post_compile)
+            # Where a frame that Dynamo cannot trace calls autograd, it would trace the backward's
+            # own frames, and read what a checkpoint unpacks once to make guards of it.
+            trace_rules.add(__name__)
             _installed = True
 
 
@@ -140,7 +145,7 @@ def attach(function: Any, program: Program) -> Forward | None:
         forward, backward = hand_over(forward, backward, layout)
         handed.is_attached = True
     places = [one.place for one in layout.results] if handed else []
-    # Where a frame with a graph break calls autograd, Dynamo would trace it.
+    # Nor may Dynamo trace what that calls.
     more = torch._dynamo.disable(gradients_of)
     donates = bool(getattr(function.metadata, "bw_donated_idxs", None))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from higher_order_cases import IGNORED, numbers, results, weighted
 from hypothesis import HealthCheck, assume, given, settings
-from random_programs import Case, cases, oracle, parameters, program
+from random_programs import Case, Step, cases, oracle, parameters, program
 
 from normpass.backend.higher_order import handover
 from normpass.passes import faults
@@ -90,3 +90,12 @@ def test_random_programs(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
 @given(cases())
 def test_many_random_programs(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     check(case, monkeypatch)
+
+
+def test_gradients_in_a_compiled_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the many: Dynamo cannot trace the frame that asks for them, and traced the backward
+    that it calls, for whose guards a checkpoint would have had to unpack twice.
+    """
+    slope = Step("slope", 1, (Step("tanh", 0), Step("tanh", 1)))
+    steps = (Step("checkpoint", 0, (slope, slope), compiled=True),)
+    check(Case(steps, True, "an integer", 2, False, True, (6, 9)), monkeypatch)
