@@ -52,6 +52,8 @@ class Rule:
     function  the rule itself
     constants numbers of the results that have no derivative for autograd, such as a saved mean:
               those of the operator in derivatives.yaml
+    eager     whether it holds in eager mode too where it is asked for; else torch's own rule does,
+              which is in C++ and as right
 
     and, for the tests that are made from the record:
 
@@ -78,6 +80,7 @@ class Rule:
     of: Callable[..., Any] | str | None = None
     constants: tuple[int, ...] = ()
     compared: tuple[str, ...] = ()
+    eager: bool = True
 
     # What tools read of a function: inspect.signature, help, documentation generators.
     __name__ = property(lambda self: getattr(self.function, "__name__", self.name))
@@ -142,6 +145,8 @@ DECLARED: dict[tuple[Kind, OpOverload | str], Rule] = {}
 # The packages whose import registers rules.
 _ROOMS = (
     "normpass.decomps.norms",
+    "normpass.decomps.batching.attention",
+    "normpass.decomps.batching.convolution_spellings",
     "normpass.decomps.derivatives",
     "normpass.decomps.zero_tensors",
 )
@@ -166,6 +171,7 @@ def register_rule(
     why: str = "",
     sample: Callable[..., Mapping[str, Any]] | None = None,
     constants: Sequence[int] = (),
+    eager: bool = True,
 ) -> Callable[[F], F]:
     """Decorator: enters a function as a rule, as it is.
 
@@ -175,7 +181,8 @@ def register_rule(
 
     def decorate(function: F) -> F:
         called, fixed = name or str(op or ""), tuple(constants)
-        _add(Rule(kind, op, called, source, shapes, why, function, sample=sample, constants=fixed))
+        rule = Rule(kind, op, called, source, shapes, why, function, sample=sample)
+        _add(replace(rule, constants=fixed, eager=eager))
         return function
 
     return decorate

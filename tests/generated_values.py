@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from normpass.decomps.activation import registered
+from normpass.decomps.batching import by_position
 from normpass.decomps.buffers import RUNNING_STATISTICS_NOT_BATCHED
 
 if TYPE_CHECKING:
@@ -281,12 +282,15 @@ def check_vmap_compiled(given: Sample) -> None:
     args = [_several(v) if isinstance(v, torch.Tensor) else v for v in given.given.values()]
     in_dims = tuple(0 if isinstance(v, torch.Tensor) else None for v in args)
     op: Any = given.rule.op
+    function = by_position(op)
     rows = [
         results(replaced(op)(*(v[i] if d == 0 else v for v, d in zip(args, in_dims, strict=True))))
         for i in range(EXAMPLES)
     ]
     with registered():
         found = torch.compile(
-            lambda *a: torch.vmap(op, in_dims)(*a), fullgraph=True, backend="aot_eager"
+            lambda *a: torch.vmap(function, in_dims)(*a),
+            fullgraph=True,
+            backend="aot_eager",
         )(*args)
     same(found, [torch.stack(r) for r in zip(*rows, strict=True)])

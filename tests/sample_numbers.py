@@ -70,6 +70,7 @@ NUMBERS: dict[str, Callable[[Place], Sequence[Any]]] = {
     "align_corners": lambda at: [False, True],
     "alpha": lambda at: [2],
     "approximate": lambda at: ["none", "tanh"],
+    "bias_sizes": lambda at: [[at.sizes["d"]]],
     "B_requires_grad": lambda at: [True],
     "beta": lambda at: [0.75],
     "C": lambda at: [at.sizes["c"]],

@@ -102,7 +102,7 @@ def _entries(without: Container[str]) -> Iterator[tuple[OpOverload, Function, st
             yield op, made(), "Autograd"
     if internals.BATCHING not in without:
         for op, rule in by_op("batching").items():
-            if op.namespace == "aten":
+            if op.namespace == "aten" and rule.eager:
                 yield op, _batched(op, rule), "FuncTorchBatched"
     for op, kernel in theirs.items():
         yield op, _of_arguments(kernel), "Autograd"

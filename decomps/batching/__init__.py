@@ -38,11 +38,13 @@ def batching_rule(
     shapes: str,
     why: str = "",
     constants: Sequence[int] = (),
+    sample: Callable[..., Mapping[str, Any]] | None = None,
+    eager: bool = True,
 ) -> Callable[[BatchingRule], BatchingRule]:
     """Decorator: enters the batching rule of an operator, asked where an argument is batched.
 
     `op` may be a string where some supported version of torch lacks the operator: there the rule
-    does not exist. constants: as in registry.Rule.
+    does not exist. constants, sample, eager: as in registry.Rule.
     """
 
     def decorate(rule: BatchingRule) -> BatchingRule:
@@ -51,7 +53,14 @@ def batching_rule(
             return rule
         guarded = unless_unbatched(found)(rule)
         enter = register_rule(
-            "batching", found, source=source, shapes=shapes, why=why, constants=constants
+            "batching",
+            found,
+            source=source,
+            shapes=shapes,
+            why=why,
+            constants=constants,
+            sample=sample,
+            eager=eager,
         )
         return enter(guarded)
 
@@ -66,13 +75,23 @@ def unless_unbatched(op: OpOverload) -> Callable[[BatchingRule], BatchingRule]:
         def guarded(info: Any, in_dims: Sequence[Any], *args: Any) -> Outputs:
             if any_of(*in_dims):
                 return rule(info, in_dims, *args)
-            outs = op(*args)
+            outs = by_position(op)(*args)
             outs = tuple(outs) if isinstance(outs, tuple | list) else (outs,)
             return outs, (None,) * len(outs)
 
         return guarded
 
     return decorate
+
+
+def by_position(op: OpOverload) -> Callable[..., Any]:
+    """The operator as a function of all its arguments in order, those of keywords too."""
+    arguments = op._schema.arguments
+    named = [argument.name for argument in arguments if argument.kwarg_only]
+    if not named:
+        return op
+    places = len(arguments) - len(named)
+    return lambda *args: op(*args[:places], **dict(zip(named, args[places:], strict=True)))
 
 
 def batched_decomposition(
