@@ -145,10 +145,10 @@ DECLARED: dict[tuple[Kind, OpOverload | str], Rule] = {}
 # The packages whose import registers rules.
 _ROOMS = (
     "normpass.decomps.norms",
-    "normpass.decomps.batching.attention",
-    "normpass.decomps.batching.convolution_spellings",
     "normpass.decomps.derivatives",
     "normpass.decomps.zero_tensors",
+    "normpass.decomps.batching.attention",
+    "normpass.decomps.batching.convolution_spellings",
 )
 
 

@@ -31,6 +31,7 @@ NORMS = [
     rule
     for rule in rules()
     if rule.kind in ("autograd", "batching")
+    and "norm" in rule.name
     and "backward" not in rule.name
     and not rule.name.startswith(("aten.cudnn", "aten.miopen"))  # no kernels on CPUs
 ]

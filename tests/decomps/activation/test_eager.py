@@ -30,8 +30,8 @@ CHANGED = sorted(
     {
         op
         for kind in ("autograd", "double_backward", "batching")
-        for op in by_op(kind)  # type: ignore[arg-type]
-        if op.namespace == "aten"
+        for op, rule in by_op(kind).items()  # type: ignore[arg-type]
+        if op.namespace == "aten" and rule.eager
     },
     key=str,
 )

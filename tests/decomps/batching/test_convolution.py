@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from normpass.decomps.activation import registered
-from normpass.decomps.batching import convolution as rules
 from normpass.decomps.registry import batch_rule
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ WAYS = {"groups": (False, False), "one by one": (True, False), "columns": (False
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of a convolution whose arguments are all batched, whatever would be chosen."""
     one_by_one, by_columns = WAYS[request.param]
+    rules = sys.modules[batch_rule(aten.convolution.default).function.__module__]
     monkeypatch.setattr(rules, "one_by_one", lambda *_: one_by_one)
     monkeypatch.setattr(rules, "by_columns", lambda groups, *_: by_columns and groups == 1)
 
