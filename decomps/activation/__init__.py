@@ -5,6 +5,7 @@ What is changed, and put back by `unregister`, in the order of its use by torch.
     dispatch.py         what norms are for autograd and vmap while something is traced, for every
                         backend
     eager.py            the same in eager mode, for register(eager=True) alone
+    functions.py        autograd.Function while Dynamo traces
     inductor_state.py   Inductor's decompositions, and our pass after those of other libraries
     kernels.py, levels.py
                         rules as the dispatcher calls them, and the levels of torch.func
@@ -206,6 +207,7 @@ class _Installed:
     passes: PassPatch | None
     rules: TracingRules | None
     eager: EagerRules | None = None
+    undo_functions: Callable[[], None] | None = None
     undo_also: Callable[[], None] | None = None
 
     @classmethod
@@ -231,6 +233,10 @@ class _Installed:
             from normpass.decomps.activation.dispatch import TracingRules
 
             self.rules = TracingRules.apply(self.left_out)
+        if internals.FUNCTIONS not in self.left_out:
+            from normpass.decomps.activation import functions
+
+            self.undo_functions = functions.install()
         if internals.PASS not in self.left_out:
             self.passes = PassPatch.apply(self.place)
         if internals.TABLE not in self.left_out:
@@ -264,6 +270,8 @@ class _Installed:
         self.in_eager_mode(False)
         if self.rules is not None:
             self.rules.revert()
+        if self.undo_functions is not None:
+            self.undo_functions()
         self.place.active = False
         if self.passes is not None:
             self.passes.revert()

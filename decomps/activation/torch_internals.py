@@ -37,13 +37,14 @@ TRACES = "the rules for autograd and vmap in traces"
 BATCHING = "the batching rules"
 NODES = "derivatives by the table, and those that users declare"
 ZEROS = "the rules for tangents that are zero"
+FUNCTIONS = "the rules for autograd.Function in traces"
 EAGER = "the rules of eager mode"
 TABLE = "the decompositions for Inductor"
 PASS = "passes over Inductor's graphs"
 
 _WITH: dict[str, tuple[str, ...]] = {
-    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, EAGER, TABLE, PASS),
-    LEVELS: (TRACES, BATCHING, NODES, ZEROS, EAGER),
+    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, EAGER, TABLE, PASS),
+    LEVELS: (TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, EAGER),
     TRACES: (NODES, ZEROS),
 }
 
@@ -67,6 +68,10 @@ def _c(name: str, part: str, what: str) -> Internal:
 
 def _functorch(name: str, part: str, what: str) -> Internal:
     return Internal(f"torch._C._functorch.{name}", part, what)
+
+
+def _dynamo(name: str, what: str) -> Internal:
+    return Internal(f"torch._dynamo.{name}", FUNCTIONS, what)
 
 
 _OP = "torch.ops.aten.mul.Tensor"  # any operator: what is asked for is what all of them have
@@ -187,6 +192,25 @@ INTERNALS = {
     "track_tensor": Internal(
         "torch.fx.experimental.proxy_tensor.track_tensor", ZEROS, "names a node: zero_tensors"
     ),
+    # What Dynamo knows of an autograd.Function: functions
+    "AutogradFunctionVariable": _dynamo("variables.misc.AutogradFunctionVariable", "it"),
+    "_call_apply": _dynamo(
+        "variables.misc.AutogradFunctionVariable.call_apply", "how it traces a call"
+    ),
+    "produce_trampoline_autograd_apply": _dynamo(
+        "variables.misc.produce_trampoline_autograd_apply", "a call of `apply` in a graph"
+    ),
+    "VariableTracker": _dynamo("variables.base.VariableTracker", "a value in a trace"),
+    "wrap_fx_proxy": _dynamo("variables.builder.wrap_fx_proxy", "a value of a graph"),
+    "proxy_args_kwargs": _dynamo("utils.proxy_args_kwargs", "arguments in a graph"),
+    "install_guard": _dynamo("guards.install_guard", "a condition of compiled code"),
+    "GuardBuilder": _dynamo("guards.GuardBuilder", "its kinds"),
+    "AttrSource": _dynamo("source.AttrSource", "where a value is from"),
+    "GetItemSource": _dynamo("source.GetItemSource", "the same"),
+    "GlobalStateSource": _dynamo("source.GlobalStateSource", "the same"),
+    "unimplemented": _dynamo("exc.unimplemented", "breaks the graph, or is an error"),
+    "Unsupported": _dynamo("exc.Unsupported", "what it raises"),
+    "FunctionMeta": Internal("torch.autograd.function.FunctionMeta", FUNCTIONS, "their class"),
     # Libraries of kernels
     "has_kernel": _c(
         "_dispatch_has_kernel_for_dispatch_key", EAGER, "whether it is more than a fallback: eager"
