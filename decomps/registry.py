@@ -144,6 +144,7 @@ _ROOMS = (
     "normpass.decomps.norms",
     "normpass.decomps.derivatives",
     "normpass.decomps.zero_tensors",
+    "normpass.decomps.autograd_function",
 )
 
 

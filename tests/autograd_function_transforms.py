@@ -67,15 +67,13 @@ OF_MANY: dict[str, Callable[[Program], Callable[..., Any]]] = {
     ),
     "grad of vmap": lambda f: func.grad(lambda x, w: func.vmap(f)(x, w).sum(), argnums=(0, 1)),
     "grad of vmap, shared w": lambda f: (
-        lambda x, w: func.grad(
-            lambda x, w: func.vmap(f, (0, None))(x, w).sum(), argnums=(0, 1)
-        )(x, w[0])
+        lambda x, w: func.grad(lambda x, w: func.vmap(f, (0, None))(x, w).sum(), argnums=(0, 1))(
+            x, w[0]
+        )
     ),
     "vmap of jvp": lambda f: (
         lambda x, w: func.vmap(lambda x, w: func.jvp(f, (x, w), (w.cos(), x.cos())))(x, w)
     ),
-    "jvp of vmap": lambda f: (
-        lambda x, w: func.jvp(lambda x: func.vmap(f)(x, w), (x,), (w.cos(),))
-    ),
+    "jvp of vmap": lambda f: lambda x, w: func.jvp(lambda x: func.vmap(f)(x, w), (x,), (w.cos(),)),
     "vmap of hessian": lambda f: func.vmap(func.hessian(_summed(f))),
 }

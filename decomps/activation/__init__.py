@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from normpass.decomps.activation.dispatch import TracingRules
     from normpass.decomps.activation.eager import EagerRules
+    from normpass.decomps.activation.functions import Functions
     from normpass.decomps.activation.inductor_state import GraphPass
 
     # Changes something more of torch's, and returns what puts it back.
@@ -207,7 +208,7 @@ class _Installed:
     passes: PassPatch | None
     rules: TracingRules | None
     eager: EagerRules | None = None
-    undo_functions: Callable[[], None] | None = None
+    functions: Functions | None = None
     undo_also: Callable[[], None] | None = None
 
     @classmethod
@@ -234,9 +235,9 @@ class _Installed:
 
             self.rules = TracingRules.apply(self.left_out)
         if internals.FUNCTIONS not in self.left_out:
-            from normpass.decomps.activation import functions
+            from normpass.decomps.activation.functions import Functions
 
-            self.undo_functions = functions.install()
+            self.functions = Functions.apply()
         if internals.PASS not in self.left_out:
             self.passes = PassPatch.apply(self.place)
         if internals.TABLE not in self.left_out:
@@ -256,6 +257,8 @@ class _Installed:
         elif self.eager is not None and not wanted:
             self.eager.revert()
             self.eager = None
+        if self.functions is not None:
+            self.functions.eager = self.eager is not None
 
     def with_also(self, also: Also | None) -> None:
         """Does what a later stage wants, or takes it back."""
@@ -270,8 +273,8 @@ class _Installed:
         self.in_eager_mode(False)
         if self.rules is not None:
             self.rules.revert()
-        if self.undo_functions is not None:
-            self.undo_functions()
+        if self.functions is not None:
+            self.functions.revert()
         self.place.active = False
         if self.passes is not None:
             self.passes.revert()

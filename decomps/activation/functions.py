@@ -7,7 +7,8 @@ operators have by themselves is computed instead, silently (pytorch 192985, 1298
 
 Here the Function itself goes into Dynamo's graph, as a call of `apply`: whoever runs the graph
 (Dynamo for its shapes, AOTAutograd as it traces, the backend "eager") asks custom_function_call
-for the level's rule, as in eager mode. So it does where Dynamo would drop or refuse something
+for the level's rule, as in eager mode: ours while something is traced (autograd_function.py). So it
+goes where Dynamo would drop or refuse something
 without transforms, too: set_materialize_grads, mark_dirty, a `vjp`, one tensor given twice.
 All other calls outside of transforms stay Dynamo's, and their graphs as they are.
 
@@ -30,6 +31,7 @@ from torch.autograd import Function
 
 from normpass.decomps.activation.levels import in_forward_mode, in_transform
 from normpass.decomps.activation.torch_internals import (
+    PYTHON_DISPATCHER,
     AttrSource,
     AutogradFunctionVariable,
     FunctionMeta,
@@ -38,17 +40,18 @@ from normpass.decomps.activation.torch_internals import (
     GuardBuilder,
     Unsupported,
     VariableTracker,
+    functorch_table,
     install_guard,
+    is_included,
     produce_trampoline_autograd_apply,
     proxy_args_kwargs,
     unimplemented,
     wrap_fx_proxy,
 )
+from normpass.decomps.autograd_function import RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    Undo = Callable[[], None]
 
 _METHODS = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 # What a context is told that Dynamo's operator does not pass on, or refuses.
@@ -56,20 +59,51 @@ _OF_CONTEXTS = frozenset({"set_materialize_grads", "mark_dirty"})
 _NUMBERS = (bool, int, float, complex, str, type(None))
 
 
-def install() -> Undo:
-    """Lets Dynamo trace autograd.Functions as said above; returns what takes it back."""
-    stock = AutogradFunctionVariable.call_apply
+@dataclass(eq=False)
+class Functions:
+    """What is changed in torch, with what was there before."""
 
-    def call_apply(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return _Call(self, tx, args, kwargs).traced_with(stock)
+    eager: bool = False
+    call_apply: Any = None
+    before: dict[Any, Any] = field(default_factory=dict)
+    ours: dict[Any, Any] = field(default_factory=dict)
 
-    AutogradFunctionVariable.call_apply = call_apply
+    @classmethod
+    def apply(cls) -> Functions:
+        """Puts it in."""
+        changed = cls(call_apply=AutogradFunctionVariable.call_apply)
+        changed._enter()
+        return changed
 
-    def undo() -> None:
-        if AutogradFunctionVariable.call_apply is call_apply:
-            AutogradFunctionVariable.call_apply = stock
+    def _enter(self) -> None:
+        stock = self.call_apply
 
-    return undo
+        def call_apply(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+            return _Call(variable, tx, args, kwargs).traced_with(stock)
+
+        self.ours["call_apply"] = AutogradFunctionVariable.call_apply = call_apply
+        table = functorch_table()
+        for level, rule in RULES.items():
+            self.before[level] = table[level]
+            self.ours[level] = table[level] = self._while_tracing(rule, table[level])
+
+    def _while_tracing(self, rule: Callable[..., Any], stock: Callable[..., Any]) -> Any:
+        """Our rule where something is traced, or eager mode is to have it too; else torch's."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ours = self.eager or is_included(PYTHON_DISPATCHER)
+            return (rule if ours else stock)(*args, **kwargs)
+
+        return call
+
+    def revert(self) -> None:
+        """Puts back what was there; what somebody else put there since is theirs."""
+        if AutogradFunctionVariable.call_apply is self.ours["call_apply"]:
+            AutogradFunctionVariable.call_apply = self.call_apply
+        table = functorch_table()
+        for level, before in self.before.items():
+            if table[level] is self.ours[level]:
+                table[level] = before
 
 
 @dataclass

@@ -211,6 +211,43 @@ INTERNALS = {
     "unimplemented": _dynamo("exc.unimplemented", "breaks the graph, or is an error"),
     "Unsupported": _dynamo("exc.Unsupported", "what it raises"),
     "FunctionMeta": Internal("torch.autograd.function.FunctionMeta", FUNCTIONS, "their class"),
+    # What a level does with one: autograd_function
+    "custom_function_call": Internal(
+        "torch._functorch.autograd_function.custom_function_call", FUNCTIONS, "asks for its rule"
+    ),
+    "_functorch_table": Internal(
+        "torch._functorch.autograd_function.custom_function_call.functorch_table",
+        FUNCTIONS,
+        "the rules: functions",
+    ),
+    "FUNCTIONALIZE": Internal(
+        "torch._C._functorch.TransformType.Functionalize", FUNCTIONS, "a level's kind"
+    ),
+    "is_included": Internal(
+        "torch._C._dispatch_tls_is_dispatch_key_included",
+        FUNCTIONS,
+        "whether one traces: functions",
+    ),
+    "PYTHON_DISPATCHER": Internal(
+        "torch._C.DispatchKey.PythonDispatcher", FUNCTIONS, "the key of traces: functions"
+    ),
+    "current_level": Internal(
+        "torch._C._functorch.current_level", FUNCTIONS, "the innermost level's number"
+    ),
+    "unwrap_for_grad": Internal(
+        "torch._C._functorch._unwrap_for_grad", FUNCTIONS, "a tensor below a level of grad"
+    ),
+    "wrap_for_grad": Internal("torch._C._functorch._wrap_for_grad", FUNCTIONS, "the way back"),
+    "unwrap_batched": Internal(
+        "torch._functorch.vmap.unwrap_batched", FUNCTIONS, "the same of vmap, with dimensions"
+    ),
+    "restore_vmap": Internal(
+        "torch._functorch.vmap.restore_vmap", FUNCTIONS, "a function over a batch as it lies"
+    ),
+    "prefix_flattened": Internal(
+        "torch.utils._pytree._broadcast_to_and_flatten", FUNCTIONS, "a dimension for each result"
+    ),
+    "tree_map_only": Internal("torch.utils._pytree.tree_map_only", FUNCTIONS, "of the tensors"),
     # Libraries of kernels
     "has_kernel": _c(
         "_dispatch_has_kernel_for_dispatch_key", EAGER, "whether it is more than a fallback: eager"
@@ -358,6 +395,11 @@ def set_dispatch_cache(op: OpOverload, cache: dict[Any, Any]) -> None:
 def own_kernel(op: OpOverload, key: DispatchKey) -> Any:
     """Calls an operator's C++ kernel of a key."""
     return functools.partial(op._op_dk, key)
+
+
+def functorch_table() -> dict[Any, Any]:
+    """The rules of custom_function_call, by the kind of level."""
+    return __getattr__("custom_function_call").functorch_table
 
 
 def destroy(library: torch.library.Library) -> None:
