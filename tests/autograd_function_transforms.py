@@ -77,3 +77,59 @@ OF_MANY: dict[str, Callable[[Program], Callable[..., Any]]] = {
     "jvp of vmap": lambda f: lambda x, w: func.jvp(lambda x: func.vmap(f)(x, w), (x,), (w.cos(),)),
     "vmap of hessian": lambda f: func.vmap(func.hessian(_summed(f))),
 }
+
+
+def _leaves(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clone().requires_grad_(), w.clone().requires_grad_()
+
+
+def _backward(f: Program) -> Callable[..., Any]:
+    def run(x: Tensor, w: Tensor) -> Any:
+        leaves = _leaves(x, w)
+        return torch.autograd.grad(f(*leaves).sum(), leaves, allow_unused=True)
+
+    return run
+
+
+def _backward_in_x(f: Program) -> Callable[..., Any]:
+    def run(x: Tensor, w: Tensor) -> Any:
+        x, _ = _leaves(x, w)
+        return torch.autograd.grad(f(x, w).sum(), x)
+
+    return run
+
+
+def _double_backward(f: Program) -> Callable[..., Any]:
+    def run(x: Tensor, w: Tensor) -> Any:
+        leaves = _leaves(x, w)
+        value = f(*leaves).sin().sum()
+        grads = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
+        value = torch.stack([grad.cos().sum() for grad in grads if grad is not None]).sum()
+        return torch.autograd.grad(value, leaves, allow_unused=True)
+
+    return run
+
+
+# Of a program that is compiled by itself; the last where compiled code can be differentiated again.
+FROM_OUTSIDE: dict[str, Callable[[Program], Callable[..., Any]]] = {
+    "backward": _backward,
+    "backward in x": _backward_in_x,
+    "double backward": _double_backward,
+}
+EVERY = {**OF_ONE, **OF_MANY, **FROM_OUTSIDE}
+
+
+def numbers(asked: str) -> tuple[Tensor, Tensor]:
+    """The arguments of what is asked for."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 3) if asked in OF_MANY else (3,)
+    x, w = (torch.rand(shape, generator=generator, dtype=torch.float64) + 0.3 for _ in range(2))
+    return x, w
+
+
+def compiled(program: Program, asked: str, backend: str, **options: Any) -> Callable[..., Any]:
+    """What is asked of a program, compiled into one graph."""
+    ask = EVERY[asked]
+    if asked in FROM_OUTSIDE:
+        return ask(torch.compile(program, backend=backend, fullgraph=True, **options))
+    return torch.compile(ask(program), backend=backend, fullgraph=True, **options)

@@ -284,12 +284,12 @@ class NumPyLike(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w, y = ctx.saved_tensors
         total = grad.sum().expand(ctx.shape)
-        return 2 * total * w + 0.1 * y, 2 * total * x
+        return 2 * total * w * y, 2 * total * x
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, dw: Any) -> Tensor:
         x, w, y = ctx.saved_tensors
-        out = 3 * (dx * w).sum().expand(ctx.shape) + 0.1 * y
+        out = 3 * (dx * w).sum() * y
         return out if dw is None else out + 3 * (x * dw).sum().expand(ctx.shape)
 
 

@@ -7,10 +7,10 @@ operators have by themselves is computed instead, silently (pytorch 192985, 1298
 
 Here the Function itself goes into Dynamo's graph, as a call of `apply`: whoever runs the graph
 (Dynamo for its shapes, AOTAutograd as it traces, the backend "eager") asks custom_function_call
-for the level's rule, as in eager mode: ours while something is traced (autograd_function.py). So it
-goes where Dynamo would drop or refuse something
-without transforms, too: set_materialize_grads, mark_dirty, a `vjp`, one tensor given twice.
-All other calls outside of transforms stay Dynamo's, and their graphs as they are.
+for the level's rule, as in eager mode: ours while something is traced (decomps/autograd_function). So it
+goes where Dynamo would drop or refuse something without transforms, too: set_materialize_grads,
+mark_dirty, a `vjp`, one tensor given twice, a Function that another's methods apply. All other
+calls outside of transforms stay Dynamo's, and their graphs as they are.
 
 What Dynamo does not look into, it cannot guard: numbers that a Function reads from its module or
 from an enclosing function are guarded here, and a tensor found there is an error.
@@ -132,7 +132,10 @@ class _Call:
             return True
         read = _Read.by(cls)
         given = [arg.as_proxy() for arg in self.args if arg.is_tensor()]
-        return bool(read.names & _OF_CONTEXTS) or len(set(given)) < len(given)
+        if len(set(given)) < len(given):
+            return True
+        # Dynamo traces backward without a tape: a Function that it applies would lose its own.
+        return bool(read.names & _OF_CONTEXTS or read.functions - {cls})
 
     def _can_be_given(self) -> bool:
         try:
@@ -213,13 +216,15 @@ class _Read:
     of_modules  numbers and strings of modules: module, name
     enclosed    those of the function around the class: method, place in its closure
     tensors     tensors of either, as messages name them
+    functions   autograd.Functions: itself, and those of either
     """
 
     names: set[str] = field(default_factory=set)
     of_modules: set[tuple[str, str]] = field(default_factory=set)
     enclosed: set[tuple[str, int]] = field(default_factory=set)
     tensors: list[str] = field(default_factory=list)
-    seen: set[Any] = field(default_factory=set)
+    functions: set[type[Function]] = field(default_factory=set)
+    seen: set[FunctionType] = field(default_factory=set)
 
     @classmethod
     def by(cls, function: type[Function]) -> _Read:
@@ -228,9 +233,9 @@ class _Read:
         return read
 
     def _add_class(self, function: type[Function], own: bool = False) -> None:
-        if function in self.seen:
+        if function in self.functions:
             return
-        self.seen.add(function)
+        self.functions.add(function)
         for name in _METHODS:
             method = inspect.unwrap(getattr(function, name))
             if isinstance(method, FunctionType) and method.__module__ != Function.__module__:

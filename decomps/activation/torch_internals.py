@@ -74,6 +74,7 @@ def _dynamo(name: str, what: str) -> Internal:
     return Internal(f"torch._dynamo.{name}", FUNCTIONS, what)
 
 
+_CALL = "torch._functorch.autograd_function.custom_function_call"
 _OP = "torch.ops.aten.mul.Tensor"  # any operator: what is asked for is what all of them have
 
 INTERNALS = {
@@ -192,11 +193,9 @@ INTERNALS = {
     "track_tensor": Internal(
         "torch.fx.experimental.proxy_tensor.track_tensor", ZEROS, "names a node: zero_tensors"
     ),
-    # What Dynamo knows of an autograd.Function: functions
+    # What Dynamo knows of an autograd.Function, and what a level does with one: functions
     "AutogradFunctionVariable": _dynamo("variables.misc.AutogradFunctionVariable", "it"),
-    "_call_apply": _dynamo(
-        "variables.misc.AutogradFunctionVariable.call_apply", "how it traces a call"
-    ),
+    "_call_apply": _dynamo("variables.misc.AutogradFunctionVariable.call_apply", "traces a call"),
     "produce_trampoline_autograd_apply": _dynamo(
         "variables.misc.produce_trampoline_autograd_apply", "a call of `apply` in a graph"
     ),
@@ -211,39 +210,17 @@ INTERNALS = {
     "unimplemented": _dynamo("exc.unimplemented", "breaks the graph, or is an error"),
     "Unsupported": _dynamo("exc.Unsupported", "what it raises"),
     "FunctionMeta": Internal("torch.autograd.function.FunctionMeta", FUNCTIONS, "their class"),
-    # What a level does with one: autograd_function
-    "custom_function_call": Internal(
-        "torch._functorch.autograd_function.custom_function_call", FUNCTIONS, "asks for its rule"
-    ),
-    "_functorch_table": Internal(
-        "torch._functorch.autograd_function.custom_function_call.functorch_table",
-        FUNCTIONS,
-        "the rules: functions",
-    ),
-    "FUNCTIONALIZE": Internal(
-        "torch._C._functorch.TransformType.Functionalize", FUNCTIONS, "a level's kind"
-    ),
-    "is_included": Internal(
-        "torch._C._dispatch_tls_is_dispatch_key_included",
-        FUNCTIONS,
-        "whether one traces: functions",
-    ),
-    "PYTHON_DISPATCHER": Internal(
-        "torch._C.DispatchKey.PythonDispatcher", FUNCTIONS, "the key of traces: functions"
-    ),
-    "current_level": Internal(
-        "torch._C._functorch.current_level", FUNCTIONS, "the innermost level's number"
-    ),
-    "unwrap_for_grad": Internal(
-        "torch._C._functorch._unwrap_for_grad", FUNCTIONS, "a tensor below a level of grad"
-    ),
-    "wrap_for_grad": Internal("torch._C._functorch._wrap_for_grad", FUNCTIONS, "the way back"),
-    "unwrap_batched": Internal(
-        "torch._functorch.vmap.unwrap_batched", FUNCTIONS, "the same of vmap, with dimensions"
-    ),
-    "restore_vmap": Internal(
-        "torch._functorch.vmap.restore_vmap", FUNCTIONS, "a function over a batch as it lies"
-    ),
+    "custom_function_call": Internal(_CALL, FUNCTIONS, "asks for a level's rule"),
+    "_functorch_table": Internal(f"{_CALL}.functorch_table", FUNCTIONS, "the rules"),
+    "PYTHON_DISPATCHER": _c("DispatchKey.PythonDispatcher", FUNCTIONS, "the key of traces"),
+    "is_included": _c("_dispatch_tls_is_dispatch_key_included", FUNCTIONS, "whether it is on"),
+    # The rules themselves: autograd_function
+    "FUNCTIONALIZE": _functorch("TransformType.Functionalize", FUNCTIONS, "a level's kind"),
+    "current_level": _functorch("current_level", FUNCTIONS, "the innermost level's number"),
+    "unwrap_for_grad": _functorch("_unwrap_for_grad", FUNCTIONS, "a tensor below a level"),
+    "wrap_for_grad": _functorch("_wrap_for_grad", FUNCTIONS, "the way back"),
+    "unwrap_batched": Internal("torch._functorch.vmap.unwrap_batched", FUNCTIONS, "below vmap"),
+    "restore_vmap": Internal("torch._functorch.vmap.restore_vmap", FUNCTIONS, "over a batch"),
     "prefix_flattened": Internal(
         "torch.utils._pytree._broadcast_to_and_flatten", FUNCTIONS, "a dimension for each result"
     ),
