@@ -2,14 +2,14 @@
 
     python tests/autograd_function_table.py
 
-Each case is a child of one process that has torch in its memory, so that none sees what another has
-left behind.
+Each row is a process of its own: what stock torch fails at leaves it in a state in which later
+traces fail.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -19,7 +19,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-import torch._dynamo.backends.debugging
 from autograd_function_transforms import EVERY, compiled, numbers
 from autograd_functions import PROGRAMS
 
@@ -43,11 +42,9 @@ def attempted(f: Any, asked: str) -> Any:
         return error
 
 
-def mark(program: str, asked: str, registered: bool) -> str:
-    """What is true of one case, in this process."""
+def mark(program: str, asked: str) -> str:
+    """What is true of one case."""
     right = attempted(EVERY[asked](PROGRAMS[program]), asked)
-    if registered:
-        normpass.register()
     found = attempted(compiled(PROGRAMS[program], asked, "aot_eager"), asked)
     if isinstance(right, Exception):
         return "-" if isinstance(found, Exception) else "c"
@@ -60,43 +57,39 @@ def mark(program: str, asked: str, registered: bool) -> str:
     return "."
 
 
-def in_a_child(program: str, asked: str, registered: bool) -> str:
-    """The same in a process of its own."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        os.write(writer, mark(program, asked, registered).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        found = pipe.read()
-    os.waitpid(child, 0)
-    return found or "E"
+def row(program: str, registered: bool) -> str:
+    """A program's row, from a process of its own."""
+    command = [sys.executable, __file__, program, *(["registered"] if registered else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return done.stdout.strip()
 
 
 def table(registered: bool) -> list[str]:
     """One row a program, one column a thing that is asked for."""
-    rows = {p: "".join(in_a_child(p, a, registered) for a in ASKED) for p in PROGRAMS}
+    rows = {program: row(program, registered) for program in PROGRAMS}
     count = Counter("".join(rows.values()))
     counts = ", ".join(f"{count[key]} {told}" for key, told in MARKS.items() if count[key])
-    return [counts, "", *(f"{name:<28}{row}" for name, row in rows.items())]
+    return [counts, "", *(f"{name:<28}{marks}" for name, marks in rows.items())]
 
 
-def warm_up() -> None:
-    """What is imported at a first use is so once for all children."""
-    with normpass.registered():
-        for asked in ("hessian", "vmap of jvp", "backward"):
-            compiled(lambda x, w: x * w.sin(), asked, "aot_eager")(*numbers(asked))
-    torch._dynamo.reset()
+def print_row(program: str, registered: bool) -> None:
+    """The marks of a program."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    if registered:
+        normpass.register()
+    for asked in ASKED:
+        torch._dynamo.reset()
+        print(mark(program, asked), end="")
+    print()
 
 
 def main() -> None:
     """Prints the tables."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    warm_up()
+    if sys.argv[1:]:
+        print_row(sys.argv[1], "registered" in sys.argv[2:])
+        return
     print("autograd.Functions compiled with fullgraph=True, backend aot_eager, torch 2.13\n")
     for key, told in MARKS.items():
         print(f"  {key}  {told}")

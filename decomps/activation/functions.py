@@ -7,10 +7,11 @@ operators have by themselves is computed instead, silently (pytorch 192985, 1298
 
 Here the Function itself goes into Dynamo's graph, as a call of `apply`: whoever runs the graph
 (Dynamo for its shapes, AOTAutograd as it traces, the backend "eager") asks custom_function_call
-for the level's rule, as in eager mode: ours while something is traced (decomps/autograd_function). So it
-goes where Dynamo would drop or refuse something without transforms, too: set_materialize_grads,
-mark_dirty, a `vjp`, one tensor given twice, a Function that another's methods apply. All other
-calls outside of transforms stay Dynamo's, and their graphs as they are.
+for the level's rule, as in eager mode: ours (decomps/autograd_function) while something is traced.
+
+So it goes where Dynamo would drop or refuse something without transforms, too:
+set_materialize_grads, mark_dirty, a `vjp`, one tensor given twice, a Function that another's
+methods apply. All other calls outside of transforms stay Dynamo's, and their graphs as they are.
 
 What Dynamo does not look into, it cannot guard: numbers that a Function reads from its module or
 from an enclosing function are guarded here, and a tensor found there is an error.

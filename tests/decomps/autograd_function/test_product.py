@@ -45,7 +45,9 @@ def combinations(backend: str) -> list[Combination]:
 
 def _jvp_by_examples(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: torch.Tensor, w: torch.Tensor) -> Any:
-        each = [func.jvp(lambda x, v=v: f(x, v), (u,), (v.cos(),)) for u, v in zip(x, w)]
+        each = [
+            func.jvp(lambda x, v=v: f(x, v), (u,), (v.cos(),)) for u, v in zip(x, w, strict=True)
+        ]
         return tuple(torch.stack(results) for results in zip(*each, strict=True))
 
     return run
@@ -99,9 +101,6 @@ def test_the_product(one: Combination) -> None:
 
 @pytest.mark.sweep
 def test_the_tables() -> None:
-    """In processes of their own: what stock torch fails at leaves it in a state in which later
-    traces fail.
-    """
     done = subprocess.run([sys.executable, str(TABLE)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_snapshot("autograd_function.txt", done.stdout)
