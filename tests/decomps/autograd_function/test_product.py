@@ -26,7 +26,8 @@ import normpass
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.*:UserWarning")
+# Dynamo makes an instance of Function to trace a call.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 TABLE = Path(__file__).parents[2] / "autograd_function_table.py"
 SAMPLED = {"aot_eager": 36, "inductor": 4, "normpass": 6}

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+# Dynamo makes an instance of Function to trace a call.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 MORE = "https://pytorch.org/docs/main/notes/extending.func.html"
 
 

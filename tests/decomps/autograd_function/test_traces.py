@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+# Dynamo makes an instance of Function to trace a call.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 SCALE = 2.0
 SHIFT = torch.ones(3)
 
