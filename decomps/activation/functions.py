@@ -36,6 +36,7 @@ from normpass.decomps.activation.torch_internals import (
     AttrSource,
     AutogradFunctionVariable,
     FunctionMeta,
+    GetAttrVariable,
     GetItemSource,
     GlobalStateSource,
     GuardBuilder,
@@ -66,13 +67,17 @@ class Functions:
 
     eager: bool = False
     call_apply: Any = None
+    call_obj_hasattr: Any = None
     before: dict[Any, Any] = field(default_factory=dict)
     ours: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def apply(cls) -> Functions:
         """Puts it in."""
-        changed = cls(call_apply=AutogradFunctionVariable.call_apply)
+        changed = cls(
+            call_apply=AutogradFunctionVariable.call_apply,
+            call_obj_hasattr=GetAttrVariable.call_obj_hasattr,
+        )
         changed._enter()
         return changed
 
@@ -83,10 +88,22 @@ class Functions:
             return _Call(variable, tx, args, kwargs).traced_with(stock)
 
         self.ours["call_apply"] = AutogradFunctionVariable.call_apply = call_apply
+        self._enter_names()
         table = functorch_table()
         for level, rule in RULES.items():
             self.before[level] = table[level]
             self.ours[level] = table[level] = self._while_tracing(rule, table[level])
+
+    def _enter_names(self) -> None:
+        """vmap asks what it maps for a name: with vmap(Function.apply) Dynamo would give up."""
+        stock = self.call_obj_hasattr
+
+        def call_obj_hasattr(variable: Any, tx: Any, name: str) -> Any:
+            if isinstance(variable.obj, AutogradFunctionVariable) and variable.name == "apply":
+                return VariableTracker.build(tx, False)
+            return stock(variable, tx, name)
+
+        self.ours["hasattr"] = GetAttrVariable.call_obj_hasattr = call_obj_hasattr
 
     def _while_tracing(self, rule: Callable[..., Any], stock: Callable[..., Any]) -> Any:
         """Our rule where something is traced, or eager mode is to have it too; else torch's."""
@@ -101,6 +118,8 @@ class Functions:
         """Puts back what was there; what somebody else put there since is theirs."""
         if AutogradFunctionVariable.call_apply is self.ours["call_apply"]:
             AutogradFunctionVariable.call_apply = self.call_apply
+        if GetAttrVariable.call_obj_hasattr is self.ours["hasattr"]:
+            GetAttrVariable.call_obj_hasattr = self.call_obj_hasattr
         table = functorch_table()
         for level, before in self.before.items():
             if table[level] is self.ours[level]:

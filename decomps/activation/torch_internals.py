@@ -196,6 +196,7 @@ INTERNALS = {
     # What Dynamo knows of an autograd.Function, and what a level does with one: functions
     "AutogradFunctionVariable": _dynamo("variables.misc.AutogradFunctionVariable", "it"),
     "_call_apply": _dynamo("variables.misc.AutogradFunctionVariable.call_apply", "traces a call"),
+    "GetAttrVariable": _dynamo("variables.misc.GetAttrVariable", "its method `apply`"),
     "produce_trampoline_autograd_apply": _dynamo(
         "variables.misc.produce_trampoline_autograd_apply", "a call of `apply` in a graph"
     ),

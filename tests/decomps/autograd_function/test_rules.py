@@ -98,7 +98,8 @@ def test_errors_of_vmap(case: str, run: Callable[..., Any]) -> None:
     x, w = torch.randn(2, 3), torch.randn(2, 3)
     with pytest.raises(RuntimeError) as caught:
         run(func.vmap(function.apply))(x, w)
-    assert message in str(caught.value)
+    # Traces know fake tensors.
+    assert message.partition("<class")[0] in str(caught.value)
 
 
 @pytest.mark.parametrize("case", [case for case in ERRORS if case != "other structure"])

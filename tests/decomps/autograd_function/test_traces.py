@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Dynamo makes an instance of Function to trace a call.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# Dynamo makes an instance of Function to trace a call, and looks at tensors' .grad after a break.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 SCALE = 2.0
 SHIFT = torch.ones(3)
