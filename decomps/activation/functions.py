@@ -100,7 +100,7 @@ class Functions:
 
         def call_obj_hasattr(variable: Any, tx: Any, name: str) -> Any:
             if isinstance(variable.obj, AutogradFunctionVariable) and variable.name == "apply":
-                return VariableTracker.build(tx, False)
+                return VariableTracker.build(tx, hasattr(Function.apply, name))
             return stock(variable, tx, name)
 
         self.ours["hasattr"] = GetAttrVariable.call_obj_hasattr = call_obj_hasattr

@@ -41,9 +41,9 @@ def vmapify_autograd_function(
         return restore_vmap(method, dims, batch_size, randomness)
 
     def forward(*operands: Any) -> Any:
-        results, dims = each(function.forward, in_dims)(*operands)
-        # apply() makes a tuple of torch.return_types, too.
-        known["out_dims"] = tuple(dims) if isinstance(dims, tuple) else dims
+        results, known["out_dims"] = each(function.forward, in_dims)(*operands)
+        if isinstance(results, tuple):  # torch.return_types: apply() makes a tuple of them, too
+            results, known["out_dims"] = tuple(results), tuple(known["out_dims"])
         return results
 
     def setup_context(ctx: Any, inputs: Any, results: Any) -> None:
