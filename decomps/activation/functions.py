@@ -40,6 +40,7 @@ from normpass.decomps.activation.torch_internals import (
     GetItemSource,
     GlobalStateSource,
     GuardBuilder,
+    Missing,
     Unsupported,
     VariableTracker,
     functorch_table,
@@ -59,6 +60,10 @@ _METHODS = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 # What a context is told that Dynamo's operator does not pass on, or refuses.
 _OF_CONTEXTS = frozenset({"set_materialize_grads", "mark_dirty"})
 _NUMBERS = (bool, int, float, complex, str, type(None))
+
+
+def _parameters(function: Any) -> Any:
+    return {} if isinstance(function, Missing) else inspect.signature(function).parameters
 
 
 @dataclass(eq=False)
@@ -203,6 +208,7 @@ class _Call:
             context=f"{self.variable.fn_cls.__qualname__}.apply",
             explanation=found,
             hints=[f"{todo}.", "Or compile without fullgraph=True: eager mode runs it then."],
+            **_SKIPPED,
         )
 
     def _with_defaults(self) -> list[Any]:
@@ -216,6 +222,10 @@ class _Call:
             return self.args
         return [*self.args, *(VariableTracker.build(self.tx, value) for value in defaults)]
 
+
+# A frame that breaks in a transform is left to eager mode: Dynamo cannot go on with a tensor that
+# a level of grad wraps and records. Older versions of torch cannot be told so.
+_SKIPPED = {"skip_frame": True} if "skip_frame" in _parameters(unimplemented) else {}
 
 _WITHOUT_JVP: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
