@@ -95,7 +95,7 @@ def test_some_of_the_product(one: Combination) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("one", itertools.chain(*map(combinations, SAMPLED)), ids=", ".join)
+@pytest.mark.parametrize("one", [*itertools.chain(*map(combinations, SAMPLED))], ids=", ".join)
 def test_the_product(one: Combination) -> None:
     check(one)
 
