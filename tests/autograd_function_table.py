@@ -2,8 +2,8 @@
 
     python tests/autograd_function_table.py
 
-Each row is a process of its own: what stock torch fails at leaves it in a state in which later
-traces fail.
+Each row of stock torch is a process of its own: what it fails at leaves it in a state in which
+later traces fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,6 +23,9 @@ from autograd_function_transforms import EVERY, compiled, numbers
 from autograd_functions import PROGRAMS
 
 import normpass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ASKED = [name for name in EVERY if name != "double backward"]
 MARKS = {
@@ -57,38 +60,42 @@ def mark(program: str, asked: str) -> str:
     return "."
 
 
-def row(program: str, registered: bool) -> str:
-    """A program's row, from a process of its own."""
-    command = [sys.executable, __file__, program, *(["registered"] if registered else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
-    return done.stdout.strip()
+def rows(programs: Iterable[str], registered: bool) -> dict[str, str]:
+    """The rows of some programs, from a process of their own."""
+    command = [sys.executable, __file__, "registered" if registered else "stock", *programs]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(zip(programs, done.stdout.split(), strict=True))
 
 
 def table(registered: bool) -> list[str]:
     """One row a program, one column a thing that is asked for."""
-    rows = {program: row(program, registered) for program in PROGRAMS}
-    count = Counter("".join(rows.values()))
+    if registered:
+        found = rows(list(PROGRAMS), registered)
+    else:
+        found = {name: rows([name], registered)[name] for name in PROGRAMS}
+    count = Counter("".join(found.values()))
     counts = ", ".join(f"{count[key]} {told}" for key, told in MARKS.items() if count[key])
-    return [counts, "", *(f"{name:<28}{marks}" for name, marks in rows.items())]
+    return [counts, "", *(f"{name:<28}{marks}" for name, marks in found.items())]
 
 
-def print_row(program: str, registered: bool) -> None:
-    """The marks of a program."""
+def print_rows(programs: Iterable[str], registered: bool) -> None:
+    """The marks of some programs, a line each."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     if registered:
         normpass.register()
-    for asked in ASKED:
-        torch._dynamo.reset()
-        print(mark(program, asked), end="")
-    print()
+    for program in programs:
+        for asked in ASKED:
+            torch._dynamo.reset()
+            print(mark(program, asked), end="", flush=True)
+        print(flush=True)
 
 
 def main() -> None:
     """Prints the tables."""
     if sys.argv[1:]:
-        print_row(sys.argv[1], "registered" in sys.argv[2:])
+        print_rows(sys.argv[2:], sys.argv[1] == "registered")
         return
     print("autograd.Functions compiled with fullgraph=True, backend aot_eager, torch 2.13\n")
     for key, told in MARKS.items():
@@ -97,7 +104,7 @@ def main() -> None:
     for index, asked in enumerate(ASKED):
         print(f"{'':<28}{'|' * index}+{'-' * (len(ASKED) - index)} {asked}")
     for title, registered in (("stock", False), ("after normpass.register()", True)):
-        print("\n".join(["", f"{title}: {(rows := table(registered))[0]}", *rows[1:]]))
+        print("\n".join(["", f"{title}: {(lines := table(registered))[0]}", *lines[1:]]))
 
 
 if __name__ == "__main__":
