@@ -149,6 +149,7 @@ _ROOMS = (
     "normpass.decomps.zero_tensors",
     "normpass.decomps.batching.attention",
     "normpass.decomps.batching.convolution_spellings",
+    "normpass.decomps.autograd_function",
 )
 
 

@@ -44,27 +44,36 @@ def _zero(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return zero
 
 
-def _on(self: Tensor, other: Tensor) -> Tensor:
+def _on(self: Tensor, other: Tensor | complex) -> Tensor:
     """The operand that says on which device the result lies: a CPU scalar does not."""
-    return other if self.device.type == "cpu" else self
+    return other if self.device.type == "cpu" and isinstance(other, torch.Tensor) else self
+
+
+def _shape(self: Tensor, other: Tensor | complex) -> torch.Size:
+    """The result's; a number from Python arrives as one here, not as a tensor."""
+    return torch.broadcast_shapes(self.shape, getattr(other, "shape", ()))
+
+
+def _is_zero(value: Tensor | complex) -> bool:
+    return isinstance(value, torch.Tensor) and value._is_zerotensor()
 
 
 @_rule("aten.mul.Tensor", f"{BINARY}: mul_zerotensor", SAME_SIZE)
-def mul(self: Tensor, other: Tensor) -> Tensor:
+def mul(self: Tensor, other: Tensor | complex) -> Tensor:
     """0 * other = self * 0 = 0"""
-    shape = torch.broadcast_shapes(self.shape, other.shape)
-    return _zero(_on(self, other), shape, torch.result_type(self, other))
+    return _zero(_on(self, other), _shape(self, other), torch.result_type(self, other))
 
 
 @_rule("aten.add.Tensor", f"{BINARY}: add_zerotensor", SAME_SIZE)
-def add(self: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
+def add(self: Tensor, other: Tensor | complex, *, alpha: Any = 1) -> Tensor:
     """self + alpha * other, of which the one that is not zero is copied"""
-    shape = torch.broadcast_shapes(self.shape, other.shape)
-    dtype = torch.result_type(self, other)
-    if not self._is_zerotensor():
+    shape, dtype = _shape(self, other), torch.result_type(self, other)
+    if not _is_zero(self):
         value = self
-    elif other._is_zerotensor():
+    elif _is_zero(other):
         return _zero(_on(self, other), shape, dtype)
+    elif not isinstance(other, torch.Tensor):
+        return torch.full(shape, other * alpha, dtype=dtype, device=self.device)
     else:
         value = other if alpha == 1 else other * alpha
     copied: Tensor = aten._to_copy(value.expand(shape), dtype=dtype, device=_on(self, other).device)
@@ -72,22 +81,21 @@ def add(self: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
 
 
 @_rule("aten.sub.Tensor", f"{BINARY}: sub_zerotensor", SAME_SIZE)
-def sub(self: Tensor, other: Tensor, *, alpha: Any = 1) -> Tensor:
+def sub(self: Tensor, other: Tensor | complex, *, alpha: Any = 1) -> Tensor:
     """self - alpha * other"""
     return add(self, other, alpha=-alpha)
 
 
 @_rule("aten.div.Tensor", f"{BINARY}: div_zerotensor", SAME_SIZE)
-def div(self: Tensor, other: Tensor) -> Tensor:
+def div(self: Tensor, other: Tensor | complex) -> Tensor:
     """0 / other = 0; self / 0 is infinite, and 0 / 0 not a number"""
-    shape = torch.broadcast_shapes(self.shape, other.shape)
-    dtype = torch.result_type(self, other)
+    shape, dtype = _shape(self, other), torch.result_type(self, other)
     if not (dtype.is_floating_point or dtype.is_complex):
         dtype = torch.get_default_dtype()
-    if not other._is_zerotensor():
+    if not _is_zero(other):
         return _zero(_on(self, other), shape, dtype)
     device = _on(self, other).device
-    if self._is_zerotensor():
+    if _is_zero(self):
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
     return self / torch.zeros(shape, dtype=dtype, device=device)
 

@@ -43,6 +43,7 @@ PROGRAMS = (
     "@decomposition(",
     "critic = ",
     "def energy_and_forces(",
+    "class Clipped(",
 )
 
 # In backticks, and for a reader to fill in or for a command to make.
@@ -142,6 +143,16 @@ def test_energies_and_forces_are_right(tmp_path: Path) -> None:
     (slope,) = torch.autograd.grad(energy, x, create_graph=True)
     right = torch.autograd.grad(energy + slope.square().sum(), (x, w))
     torch.testing.assert_close([g.double() for g in found], list(right), rtol=1e-3, atol=1e-3)
+
+
+# Dynamo makes an instance of Function to trace a call.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_clipped_gradient_is_right(tmp_path: Path) -> None:
+    try:
+        names, slope = run(readme.block(PROGRAMS[5]).text, tmp_path)
+    finally:
+        normpass.unregister()
+    torch.testing.assert_close(slope, (2 * names["x"]).clamp(-1, 1))
 
 
 # --- commands -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ What is changed, and put back by `unregister`, in the order of its use by torch.
     dispatch.py         what norms are for autograd and vmap while something is traced, for every
                         backend
     eager.py            the same in eager mode, for register(eager=True) alone
+    functions.py        autograd.Function while Dynamo traces
     inductor_state.py   Inductor's decompositions, and our pass after those of other libraries
     kernels.py, levels.py
                         rules as the dispatcher calls them, and the levels of torch.func
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from normpass.decomps.activation.dispatch import TracingRules
     from normpass.decomps.activation.eager import EagerRules
+    from normpass.decomps.activation.functions import Functions
     from normpass.decomps.activation.inductor_state import GraphPass
 
     # Changes something more of torch's, and returns what puts it back.
@@ -206,6 +208,7 @@ class _Installed:
     passes: PassPatch | None
     rules: TracingRules | None
     eager: EagerRules | None = None
+    functions: Functions | None = None
     undo_also: Callable[[], None] | None = None
 
     @classmethod
@@ -231,6 +234,10 @@ class _Installed:
             from normpass.decomps.activation.dispatch import TracingRules
 
             self.rules = TracingRules.apply(self.left_out)
+        if internals.FUNCTIONS not in self.left_out:
+            from normpass.decomps.activation.functions import Functions
+
+            self.functions = Functions.apply()
         if internals.PASS not in self.left_out:
             self.passes = PassPatch.apply(self.place)
         if internals.TABLE not in self.left_out:
@@ -250,6 +257,8 @@ class _Installed:
         elif self.eager is not None and not wanted:
             self.eager.revert()
             self.eager = None
+        if self.functions is not None:
+            self.functions.eager = self.eager is not None
 
     def with_also(self, also: Also | None) -> None:
         """Does what a later stage wants, or takes it back."""
@@ -264,6 +273,8 @@ class _Installed:
         self.in_eager_mode(False)
         if self.rules is not None:
             self.rules.revert()
+        if self.functions is not None:
+            self.functions.revert()
         self.place.active = False
         if self.passes is not None:
             self.passes.revert()

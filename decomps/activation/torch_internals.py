@@ -37,13 +37,14 @@ TRACES = "the rules for autograd and vmap in traces"
 BATCHING = "the batching rules"
 NODES = "derivatives by the table, and those that users declare"
 ZEROS = "the rules for tangents that are zero"
+FUNCTIONS = "the rules for autograd.Function in traces"
 EAGER = "the rules of eager mode"
 TABLE = "the decompositions for Inductor"
 PASS = "passes over Inductor's graphs"
 
 _WITH: dict[str, tuple[str, ...]] = {
-    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, EAGER, TABLE, PASS),
-    LEVELS: (TRACES, BATCHING, NODES, ZEROS, EAGER),
+    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, EAGER, TABLE, PASS),
+    LEVELS: (TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, EAGER),
     TRACES: (NODES, ZEROS),
 }
 
@@ -69,6 +70,11 @@ def _functorch(name: str, part: str, what: str) -> Internal:
     return Internal(f"torch._C._functorch.{name}", part, what)
 
 
+def _dynamo(name: str, what: str) -> Internal:
+    return Internal(f"torch._dynamo.{name}", FUNCTIONS, what)
+
+
+_CALL = "torch._functorch.autograd_function.custom_function_call"
 _OP = "torch.ops.aten.mul.Tensor"  # any operator: what is asked for is what all of them have
 
 INTERNALS = {
@@ -187,6 +193,40 @@ INTERNALS = {
     "track_tensor": Internal(
         "torch.fx.experimental.proxy_tensor.track_tensor", ZEROS, "names a node: zero_tensors"
     ),
+    # What Dynamo knows of an autograd.Function, and what a level does with one: functions. Names
+    # down to "tree_map_only" were tried on torch 2.13.0 alone.
+    "AutogradFunctionVariable": _dynamo("variables.misc.AutogradFunctionVariable", "it"),
+    "_call_apply": _dynamo("variables.misc.AutogradFunctionVariable.call_apply", "traces a call"),
+    "GetAttrVariable": _dynamo("variables.misc.GetAttrVariable", "its method `apply`"),
+    "produce_trampoline_autograd_apply": _dynamo(
+        "variables.misc.produce_trampoline_autograd_apply", "a call of `apply` in a graph"
+    ),
+    "VariableTracker": _dynamo("variables.base.VariableTracker", "a value in a trace"),
+    "wrap_fx_proxy": _dynamo("variables.builder.wrap_fx_proxy", "a value of a graph"),
+    "proxy_args_kwargs": _dynamo("utils.proxy_args_kwargs", "arguments in a graph"),
+    "install_guard": _dynamo("guards.install_guard", "a condition of compiled code"),
+    "GuardBuilder": _dynamo("guards.GuardBuilder", "its kinds"),
+    "AttrSource": _dynamo("source.AttrSource", "where a value is from"),
+    "GetItemSource": _dynamo("source.GetItemSource", "the same"),
+    "GlobalStateSource": _dynamo("source.GlobalStateSource", "the same"),
+    "unimplemented": _dynamo("exc.unimplemented", "breaks the graph, or is an error"),
+    "Unsupported": _dynamo("exc.Unsupported", "what it raises"),
+    "FunctionMeta": Internal("torch.autograd.function.FunctionMeta", FUNCTIONS, "their class"),
+    "custom_function_call": Internal(_CALL, FUNCTIONS, "asks for a level's rule"),
+    "_functorch_table": Internal(f"{_CALL}.functorch_table", FUNCTIONS, "the rules"),
+    "PYTHON_DISPATCHER": _c("DispatchKey.PythonDispatcher", FUNCTIONS, "the key of traces"),
+    "is_included": _c("_dispatch_tls_is_dispatch_key_included", FUNCTIONS, "whether it is on"),
+    # The rules themselves: autograd_function
+    "FUNCTIONALIZE": _functorch("TransformType.Functionalize", FUNCTIONS, "a level's kind"),
+    "current_level": _functorch("current_level", FUNCTIONS, "the innermost level's number"),
+    "unwrap_for_grad": _functorch("_unwrap_for_grad", FUNCTIONS, "a tensor below a level"),
+    "wrap_for_grad": _functorch("_wrap_for_grad", FUNCTIONS, "the way back"),
+    "unwrap_batched": Internal("torch._functorch.vmap.unwrap_batched", FUNCTIONS, "below vmap"),
+    "restore_vmap": Internal("torch._functorch.vmap.restore_vmap", FUNCTIONS, "over a batch"),
+    "prefix_flattened": Internal(
+        "torch.utils._pytree._broadcast_to_and_flatten", FUNCTIONS, "a dimension for each result"
+    ),
+    "tree_map_only": Internal("torch.utils._pytree.tree_map_only", FUNCTIONS, "of the tensors"),
     # Libraries of kernels
     "has_kernel": _c(
         "_dispatch_has_kernel_for_dispatch_key", EAGER, "whether it is more than a fallback: eager"
@@ -334,6 +374,11 @@ def set_dispatch_cache(op: OpOverload, cache: dict[Any, Any]) -> None:
 def own_kernel(op: OpOverload, key: DispatchKey) -> Any:
     """Calls an operator's C++ kernel of a key."""
     return functools.partial(op._op_dk, key)
+
+
+def functorch_table() -> dict[Any, Any]:
+    """The rules of custom_function_call, by the kind of level."""
+    return __getattr__("custom_function_call").functorch_table
 
 
 def destroy(library: torch.library.Library) -> None:

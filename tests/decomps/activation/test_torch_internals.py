@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch._C import DispatchKey
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._inductor import config, decomposition
 
 from normpass.decomps.activation import is_registered, register, registered, unregister
@@ -29,6 +30,7 @@ PARTS = (
     internals.BATCHING,
     internals.NODES,
     internals.ZEROS,
+    internals.FUNCTIONS,
     internals.EAGER,
     internals.TABLE,
     internals.PASS,
@@ -60,6 +62,11 @@ def dumped(op: Any) -> list[str]:
     return torch._C._dispatch_dump(op.name()).splitlines()
 
 
+def _rules_of_levels() -> list[Any]:
+    table = torch._functorch.autograd_function.custom_function_call.functorch_table
+    return list(table.values())
+
+
 def installed() -> set[str]:
     """The parts whose changes are there."""
     batch_norm = aten.native_batch_norm.default
@@ -69,6 +76,8 @@ def installed() -> set[str]:
         or any("FuncTorchBatched" in line and HERE in line for line in dumped(batch_norm)),
         internals.NODES: DispatchKey.AutogradCUDA in aten.cumprod.default.py_kernels,
         internals.ZEROS: DispatchKey.ZeroTensor in aten.mul.Tensor.py_kernels,
+        internals.FUNCTIONS: HERE in AutogradFunctionVariable.call_apply.__code__.co_filename
+        and all(HERE in rule.__code__.co_filename for rule in _rules_of_levels()),
         internals.EAGER: any(HERE in line for line in dumped(aten.native_layer_norm.default)),
         internals.TABLE: decomposition.decompositions[aten.native_layer_norm_backward.default]
         is decompositions()[aten.native_layer_norm_backward.default],
