@@ -36,6 +36,7 @@ LEVELS = "the rules for autograd and vmap, in traces and in eager mode"
 TRACES = "the rules for autograd and vmap in traces"
 BATCHING = "the batching rules"
 NODES = "derivatives by the table, and those that users declare"
+FUNCTIONS = "operators of autograd.Functions"
 ZEROS = "the rules for tangents that are zero"
 EAGER = "the rules of eager mode"
 TABLE = "the decompositions for Inductor"
@@ -45,6 +46,7 @@ _WITH: dict[str, tuple[str, ...]] = {
     RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, EAGER, TABLE, PASS),
     LEVELS: (TRACES, BATCHING, NODES, ZEROS, EAGER),
     TRACES: (NODES, ZEROS),
+    NODES: (FUNCTIONS,),
 }
 
 
@@ -79,6 +81,7 @@ INTERNALS = {
     "tree_leaves": Internal("torch.utils._pytree.tree_leaves", RULES, "of an argument: operators"),
     "tree_flatten": Internal("torch.utils._pytree.tree_flatten", NODES, "the same: table.nodes"),
     "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", NODES, "the same"),
+    "tree_map": Internal("torch.utils._pytree.tree_map", FUNCTIONS, "the same: function_ops"),
     "suggest_memory_format": Internal(
         "torch._prims_common.suggest_memory_format",
         RULES,
@@ -102,6 +105,11 @@ INTERNALS = {
     "ExcludeDispatchKeyGuard": _c(
         "_ExcludeDispatchKeyGuard", LEVELS, "a block without some keys: kernels, zero_tensors"
     ),
+    "ForceDispatchKeyGuard": _c(
+        "_ForceDispatchKeyGuard", FUNCTIONS, "a block with other keys altogether: levels"
+    ),
+    "included_keys": _c("_dispatch_tls_local_include_set", FUNCTIONS, "keys that are on: levels"),
+    "excluded_keys": _c("_dispatch_tls_local_exclude_set", FUNCTIONS, "keys that are off: levels"),
     "is_excluded": _c(
         "_dispatch_tls_is_dispatch_key_excluded", RULES, "whether such a block is on: operators"
     ),
@@ -145,6 +153,21 @@ INTERNALS = {
         LEVELS,
         "the innermost level, to be left for a block: levels",
     ),
+    "unwrap_if_dead": _functorch(
+        "unwrap_if_dead", FUNCTIONS, "a tensor whose level has ended: levels"
+    ),
+    "wrap_for_grad": _functorch("_wrap_for_grad", FUNCTIONS, "a tensor at a level: levels"),
+    "unwrap_for_grad": _functorch("_unwrap_for_grad", FUNCTIONS, "one below it: levels"),
+    "FunctorchFunctionalizeAPI": Internal(
+        "torch._subclasses.functional_tensor.FunctorchFunctionalizeAPI",
+        FUNCTIONS,
+        "a level of functionalize: function_ops",
+    ),
+    "FUNCTORCH_FRONT": _c(
+        "DispatchKey.FuncTorchDynamicLayerFrontMode",
+        FUNCTIONS,
+        "the key at which a call meets the innermost level: function_ops",
+    ),
     # Nodes of autograd, of one level each
     "SingleLevelFunction": Internal(
         "torch.autograd.function._SingleLevelFunction", NODES, "what Functions inherit: table.nodes"
@@ -186,6 +209,11 @@ INTERNALS = {
     ),
     "track_tensor": Internal(
         "torch.fx.experimental.proxy_tensor.track_tensor", ZEROS, "names a node: zero_tensors"
+    ),
+    "FunctionalTensorMode": Internal(
+        "torch._subclasses.functional_tensor.FunctionalTensorMode",
+        FUNCTIONS,
+        "the mode in which AOTAutograd traces: function_ops",
     ),
     # Libraries of kernels
     "has_kernel": _c(
@@ -339,3 +367,8 @@ def own_kernel(op: OpOverload, key: DispatchKey) -> Any:
 def destroy(library: torch.library.Library) -> None:
     """Takes out what a library has put in."""
     library._destroy()
+
+
+def memory_of(x: torch.Tensor) -> Any:
+    """Equal for two tensors with one storage, of any number. Raises where there is none."""
+    return x.untyped_storage()._cdata

@@ -1,0 +1,166 @@
+"""normpass.as_op: an autograd.Function as an operator, for every transform and every compiler.
+
+    signature.py   which operator a call is one of: what schemas say of arguments and results
+    operator.py    an operator and its kernels
+    node.py        its derivatives: the Function's own, at each level
+    batched.py     the Function under vmap, as another Function
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normpass.decomps.activation.torch_internals import tree_flatten, tree_unflatten
+from normpass.decomps.function_ops.batched import batched
+from normpass.decomps.function_ops.operator import Operator
+from normpass.decomps.function_ops.signature import Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from normpass.decomps.activation.levels import BatchLevel
+    from normpass.decomps.activation.torch_internals import OpOverload
+
+    FunctionClass = type[torch.autograd.Function]
+
+_BASE = torch.autograd.Function
+_LOCK = threading.RLock()
+
+
+def as_op(function: FunctionClass | None = None, *, fake: Callable[..., Any] | None = None) -> Any:
+    """TODO"""
+    if function is None:
+        return functools.partial(as_op, fake=fake)
+    _check(function)
+    with _LOCK:
+        found: FunctionOp | None = function.__dict__.get("_normpass_op")
+        if found is None or found.fake is not fake:
+            found = FunctionOp(function, fake)
+            function._normpass_op = found  # type: ignore[attr-defined]
+    return found
+
+
+def _check(function: Any) -> None:
+    """Raises TypeError for what is no autograd.Function with a forward and a setup_context."""
+    if not (inspect.isclass(function) and issubclass(function, _BASE)):
+        raise TypeError(f"as_op takes a subclass of torch.autograd.Function; found {function!r}")
+    if function.setup_context is _BASE.setup_context:
+        parameters = ", ".join(inspect.signature(function.forward).parameters)
+        raise TypeError(
+            f"as_op takes a Function whose forward has no ctx, with a setup_context(ctx, inputs, "
+            f"output) beside it; found {function.__name__}.forward({parameters}) and no "
+            "setup_context"
+        )
+
+
+class FunctionOp:
+    """An autograd.Function whose calls are calls of operators; see `as_op`."""
+
+    def __init__(self, function: FunctionClass, fake: Callable[..., Any] | None) -> None:
+        self.function, self.fake = function, fake
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        self.__wrapped__ = function.forward
+        self._parameters = inspect.signature(function.forward)
+        self._operators: dict[Signature, Operator] = {}
+        self._batched: dict[Any, FunctionOp] = {}
+
+        # Dynamo has the call in its graph as it stands, and looks into no structure of arguments.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            operator, given = self._find(args, kwargs)
+            return operator(given)
+
+        call.__name__ = call.__qualname__ = function.__name__
+        self._call = torch.compiler.allow_in_graph(call)
+
+    def __repr__(self) -> str:
+        return f"as_op({self.function.__qualname__})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    apply = __call__
+
+    def operator(self, *args: Any, **kwargs: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+        """The operator of a call like this one, and its arguments: what torch.library.opcheck asks
+        for.
+        """
+        operator, given = self._find(args, kwargs)
+        return operator.op, tuple(given)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Operator, list[Any]]:
+        if kwargs:
+            args = self._positional(args, kwargs)
+        signature, given = Signature.of(repr(self), args)
+        operator = self._operators.get(signature)
+        if operator is None:
+            operator = self._made(signature, given)
+        return operator, given
+
+    def _made(self, signature: Signature, given: list[Any]) -> Operator:
+        with _LOCK:
+            if signature not in self._operators:
+                self._operators[signature] = Operator(
+                    self.function, self.fake, signature, given, self._under_vmap
+                )
+            return self._operators[signature]
+
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments by position, as apply() takes them, up to the last that is given."""
+        bound = self._parameters.bind(*args, **kwargs)
+        last = max(list(self._parameters.parameters).index(name) for name in bound.arguments)
+        bound.apply_defaults()
+        return bound.args[: last + 1]
+
+    # --- vmap -------------------------------------------------------------------------------------
+
+    def _under_vmap(
+        self, level: BatchLevel, args: tuple[Any, ...], in_dims: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        function = self.function
+        if function.vmap is _BASE.vmap:
+            return self._derived(level, args, in_dims)
+        if function.generate_vmap_rule:
+            raise RuntimeError(
+                f"You tried to vmap over {function.__name__}, but it has both "
+                "generate_vmap_rule=True and an overridden vmap staticmethod. Please set "
+                "generate_vmap_rule=False or delete the overridden vmap staticmethod to avoid "
+                "ambiguity."
+            )
+        found = function.vmap(level.info, in_dims, *args)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise RuntimeError(
+                "Expected the vmap staticmethod to have two returns, an output and out_dims with "
+                f"pytree structure compatible with the output. Got {found!r} instead"
+            )
+        return found
+
+    def _derived(
+        self, level: BatchLevel, args: tuple[Any, ...], in_dims: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        dims = tuple(tree_flatten(in_dims)[0])
+        if self.fake is not None:
+            return self._one_by_one(level.info.batch_size, args, dims), 0
+        key = dims, level.info.randomness
+        with _LOCK:
+            if key not in self._batched:
+                self._batched[key] = FunctionOp(batched(self.function, *key), None)
+        return self._batched[key](*args), 0
+
+    def _one_by_one(self, size: int, args: tuple[Any, ...], dims: tuple[int | None, ...]) -> Any:
+        """A forward that is no torch code knows nothing of a batch: a call for each example."""
+        leaves, spec = tree_flatten(args)
+        columns = [
+            [x] * size if dim is None else x.unbind(dim)
+            for x, dim in zip(leaves, dims, strict=True)
+        ]
+        if not size:
+            raise NotImplementedError(f"{self} has no vmap of its own, for a batch of no examples")
+        rows = [tree_flatten(self(*tree_unflatten(list(row), spec))) for row in zip(*columns, strict=True)]
+        each = zip(*(row for row, _ in rows), strict=True)
+        stacked = [torch.stack(ys) if isinstance(ys[0], torch.Tensor) else ys[0] for ys in each]
+        return tree_unflatten(stacked, rows[0][1])

@@ -1,0 +1,172 @@
+"""What a schema says of a call's arguments and results, and what it cannot say.
+
+A schema holds tensors, numbers, text, dtypes and devices, in a row. The structure in which they
+stand and values of any other type belong to the operator: another structure or another value is an
+operator of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normpass.decomps.activation.torch_internals import tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from normpass.decomps.activation.torch_internals import TreeSpec
+
+    Kinds = tuple[str | None, ...]
+    """Of each leaf its type as schemas call it; None for a constant."""
+
+# Of these types exactly: what inherits one may be more than its number, such as a member of an
+# enum, and is a constant.
+_NUMBERS: dict[type, str] = {
+    int: "SymInt",
+    torch.SymInt: "SymInt",
+    float: "float",
+    torch.SymFloat: "float",
+    bool: "bool",
+}
+_VALUES: dict[type, str] = _NUMBERS | {
+    str: "str",
+    torch.dtype: "ScalarType",
+    torch.device: "Device",
+    torch.layout: "Layout",
+    torch.memory_format: "MemoryFormat",
+}
+# What the parser of schemas takes for something else, or an operator for its own.
+_WORDS = {"Tensor", "SymInt", "Scalar", "Any", "int", "float", "bool", "str", "self", "out"}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The kind of a call: all calls of one kind are calls of one operator.
+
+    values  of each leaf that is a constant its type and the value, else None
+    spec    the structure of the arguments
+    """
+
+    kinds: Kinds
+    values: tuple[Hashable, ...]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, what: str, args: tuple[Any, ...]) -> tuple[Signature, list[Any]]:
+        """A call's signature, and of its arguments those that are in the schema.
+
+        Raises TypeError for a value that neither a schema nor a key can hold; what: who takes it.
+        """
+        leaves, spec = tree_flatten(args)
+        kinds = tuple(_kind(leaf, _VALUES) for leaf in leaves)
+        constants = zip(kinds, leaves, strict=True)
+        values = tuple(None if kind else (type(leaf), leaf) for kind, leaf in constants)
+        for value in values:
+            if value is not None and not _is_hashable(value):
+                raise TypeError(
+                    f"{what} takes tensors, numbers, bools, strings, dtypes, devices, containers "
+                    "of these that torch.utils._pytree knows, and constants that can be hashed; "
+                    f"found a {value[0].__qualname__}"
+                )
+        return cls(kinds, values, spec), _of_kind(leaves, kinds)
+
+    def arguments(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of a call, from those that are in the schema."""
+        constants = [value and value[1] for value in self.values]  # type: ignore[index]
+        args: tuple[Any, ...] = tree_unflatten(_merged(self.kinds, constants, given), self.spec)
+        return args
+
+    def structured(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """What the arguments in the schema have, in the structure of all; None for a constant."""
+        leaves = _merged(self.kinds, [None] * len(self.kinds), given)
+        each: tuple[Any, ...] = tree_unflatten(leaves, self.spec)
+        return each
+
+    def schema(self, function: Callable[..., Any]) -> str:
+        """The arguments as a schema has them, with the names that they have in a function."""
+        args = tree_unflatten(list(range(len(self.kinds))), self.spec)
+        counts = [len(tree_flatten(argument)[0]) for argument in args]
+        named = zip(self.kinds, _names(function, counts), strict=True)
+        return ", ".join(f"{kind} {name}" for kind, name in named if kind)
+
+    def is_known_elsewhere(self) -> bool:
+        """Whether another process would have the same operator by the same text."""
+        simple = (type(None), complex, bytes)
+        return all(value is None or value[0] in simple for value in self.values)  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a call returns: its structure, and the leaves that are constants."""
+
+    kinds: Kinds
+    constants: tuple[Any, ...]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any) -> tuple[Results, list[Any]]:
+        """What a value is, and what of it an operator returns."""
+        leaves, spec = tree_flatten(value)
+        kinds = tuple(_kind(leaf, _NUMBERS) for leaf in leaves)
+        constants = zip(kinds, leaves, strict=True)
+        fixed = tuple(None if kind else leaf for kind, leaf in constants)
+        return cls(kinds, fixed, spec), _of_kind(leaves, kinds)
+
+    def value(self, given: Sequence[Any]) -> Any:
+        """The results of a call, from those of the operator."""
+        return tree_unflatten(_merged(self.kinds, self.constants, given), self.spec)
+
+    def text(self) -> str:
+        return str(self.value([kind for kind in self.kinds if kind]))
+
+    def schema(self) -> str:
+        """The results as a schema has them."""
+        kinds = [kind for kind in self.kinds if kind]
+        return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+
+
+def _kind(leaf: Any, known: dict[type, str]) -> str | None:
+    return "Tensor" if isinstance(leaf, torch.Tensor) else known.get(type(leaf))
+
+
+def _of_kind(leaves: Sequence[Any], kinds: Kinds) -> list[Any]:
+    return [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind]
+
+
+def _merged(kinds: Kinds, constants: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    each = iter(given)
+    return [
+        next(each) if kind else constant for kind, constant in zip(kinds, constants, strict=True)
+    ]
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _names(function: Callable[..., Any], counts: Sequence[int]) -> list[str]:
+    """A name for each leaf: x, or xs_0, xs_1 where an argument has several; a name that schemas
+    have no room for ends with an underscore.
+    """
+    parameters = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    bases = [*parameters[: len(counts)], *(f"arg{k}" for k in range(len(parameters), len(counts)))]
+    found: list[str] = []
+    for base, count in zip(bases, counts, strict=True):
+        for name in [base] if count == 1 else [f"{base}_{k}" for k in range(count)]:
+            while name in found or name in _WORDS or keyword.iskeyword(name):
+                name += "_"
+            found.append(name)
+    return found
