@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.activation.torch_internals import tree_flatten, tree_unflatten
+from normpass.decomps.activation.torch_internals import tree_flatten, tree_map, tree_unflatten
+from normpass.decomps.function_ops import in_dynamo
 from normpass.decomps.function_ops.batched import batched
-from normpass.decomps.function_ops.operator import Operator
+from normpass.decomps.function_ops.operator import NotOnFakeTensorsError, Operator
 from normpass.decomps.function_ops.signature import Signature
 
 if TYPE_CHECKING:
@@ -61,27 +63,35 @@ def _check(function: Any) -> None:
 class FunctionOp:
     """An autograd.Function whose calls are calls of operators; see `as_op`."""
 
-    def __init__(self, function: FunctionClass, fake: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, function: FunctionClass, fake: Callable[..., Any] | None = None
+    ) -> None:
         self.function, self.fake = function, fake
         self.__name__, self.__doc__ = function.__name__, function.__doc__
         self.__wrapped__ = function.forward
         self._parameters = inspect.signature(function.forward)
         self._operators: dict[Signature, Operator] = {}
-        self._batched: dict[Any, FunctionOp] = {}
+        self._batched: dict[Any, FunctionOp | None] = {}
 
-        # Dynamo has the call in its graph as it stands, and looks into no structure of arguments.
         def call(*args: Any, **kwargs: Any) -> Any:
+            if in_dynamo.constants:
+                args, kwargs = tree_map(in_dynamo.value, (args, kwargs))
             operator, given = self._find(args, kwargs)
-            return operator(given)
+            return in_dynamo.kept(operator.results, operator.op(*given))
 
+        # Dynamo has the call in its graph as it stands.
         call.__name__ = call.__qualname__ = function.__name__
-        self._call = torch.compiler.allow_in_graph(call)
+        self._in_graph = torch.compiler.allow_in_graph(call)
 
     def __repr__(self) -> str:
         return f"as_op({self.function.__qualname__})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            args, kwargs = tree_map(in_dynamo.named, (args, kwargs))
+            return in_dynamo.structured(self._in_graph(*args, **kwargs))
+        operator, given = self._find(args, kwargs)
+        return operator(given)
 
     apply = __call__
 
@@ -143,13 +153,19 @@ class FunctionOp:
         self, level: BatchLevel, args: tuple[Any, ...], in_dims: tuple[Any, ...]
     ) -> tuple[Any, Any]:
         dims = tuple(tree_flatten(in_dims)[0])
-        if self.fake is not None:
-            return self._one_by_one(level.info.batch_size, args, dims), 0
         key = dims, level.info.randomness
         with _LOCK:
             if key not in self._batched:
-                self._batched[key] = FunctionOp(batched(self.function, *key), None)
-        return self._batched[key](*args), 0
+                other = FunctionOp(batched(self.function, *key)) if self.fake is None else None
+                self._batched[key] = other
+            other = self._batched[key]
+        if other is not None:
+            with contextlib.suppress(NotOnFakeTensorsError):
+                return other(*args), 0
+        # What does not run under vmap: numbers in NumPy, requires_grad_().
+        found = self._one_by_one(level.info.batch_size, args, dims)
+        self._batched[key] = None
+        return found, 0
 
     def _one_by_one(self, size: int, args: tuple[Any, ...], dims: tuple[int | None, ...]) -> Any:
         """A forward that is no torch code knows nothing of a batch: a call for each example."""

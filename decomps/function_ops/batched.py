@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.activation.levels import BatchLevel
-from normpass.decomps.activation.torch_internals import tree_flatten, tree_map, tree_unflatten
+from normpass.decomps.activation.torch_internals import (
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from normpass.decomps.function_ops.node import without_tangent
 
 if TYPE_CHECKING:

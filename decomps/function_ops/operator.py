@@ -60,6 +60,10 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _names: set[str] = set()
 
 
+class NotOnFakeTensorsError(RuntimeError):
+    """A forward that fake tensors cannot go through."""
+
+
 class Operator:
     """An operator, for calls with one signature.
 
@@ -107,7 +111,7 @@ class Operator:
             value = _on_fake_tensors(lambda fakes: forward(*self.signature.arguments(fakes)), example)
         except Exception as error:
             what = "the function given as fake=" if self.fake else f"{name}.forward"
-            raise RuntimeError(
+            raise NotOnFakeTensorsError(
                 f"{what} cannot be run on fake tensors ({type(error).__name__}: {error}). Where that "
                 f"is because of what {name}.forward does with numbers, say with fake=f what it "
                 "returns: f has the parameters of forward, and returns empty tensors of the right "
