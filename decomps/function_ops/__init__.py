@@ -23,7 +23,7 @@ from normpass.decomps.function_ops.operator import NotOnFakeTensorsError, Operat
 from normpass.decomps.function_ops.signature import Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from normpass.decomps.activation.levels import BatchLevel
     from normpass.decomps.activation.torch_internals import OpOverload
@@ -71,6 +71,8 @@ class FunctionOp:
         self.__wrapped__ = function.forward
         self._parameters = inspect.signature(function.forward)
         self._operators: dict[Signature, Operator] = {}
+        # Of calls without structures and constants, which their types tell apart.
+        self._by_types: dict[tuple[type, ...], Operator] = {}
         self._batched: dict[Any, FunctionOp | None] = {}
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,13 +104,22 @@ class FunctionOp:
         operator, given = self._find(args, kwargs)
         return operator.op, tuple(given)
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Operator, list[Any]]:
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Operator, Sequence[Any]]:
+        """The operator of a call, and its arguments."""
         if kwargs:
             args = self._positional(args, kwargs)
+        types = tuple(map(type, args))
+        operator = self._by_types.get(types)
+        if operator is not None:
+            return operator, args
         signature, given = Signature.of(repr(self), args)
         operator = self._operators.get(signature)
         if operator is None:
             operator = self._made(signature, given)
+        if signature.is_flat:
+            self._by_types[types] = operator
         return operator, given
 
     def _made(self, signature: Signature, given: list[Any]) -> Operator:

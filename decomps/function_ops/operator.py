@@ -93,6 +93,9 @@ class Operator:
         return self.results.value(found if isinstance(found, list | tuple) else (found,))
 
     def _flat(self, value: Any) -> Any:
+        """What the operator returns, of what the Function does."""
+        if self.results.is_tensor and isinstance(value, torch.Tensor):
+            return value
         results, found = Results.of(value)
         if results != self.results:
             raise RuntimeError(
@@ -180,7 +183,7 @@ class Operator:
         return self._flat(applied(self.node, self.signature.arguments(given)))
 
     def _node_forward(self, args: tuple[Any, ...]) -> Any:
-        _, given = self.signature.of("", args)
+        given = self.signature.given(args)
         # A level that is being processed in C++ is left in C++.
         if in_transform() and not is_excluded(FUNCTORCH_FRONT):
             return self._structured(self._below_level(DerivativeLevel(), given))
@@ -253,7 +256,7 @@ def _apart(value: Any, given: Sequence[Any]) -> Any:
         seen.add(_memory(y))
         return y
 
-    return tree_map(own, value)
+    return own(value) if isinstance(value, torch.Tensor) else tree_map(own, value)
 
 
 def _memory(x: torch.Tensor) -> Any:

@@ -7,6 +7,7 @@ operator of its own.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
 from dataclasses import dataclass
@@ -56,6 +57,16 @@ class Signature:
     values: tuple[Hashable, ...]
     spec: TreeSpec
 
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether the arguments of a call are those in the schema, as they are."""
+        places = tuple(range(len(self.kinds)))
+        return all(self.kinds) and tree_flatten(places)[1] == self.spec
+
+    def given(self, args: tuple[Any, ...]) -> Sequence[Any]:
+        """Of a call's arguments those that are in the schema."""
+        return args if self.is_flat else _of_kind(tree_flatten(args)[0], self.kinds)
+
     @classmethod
     def of(cls, what: str, args: tuple[Any, ...]) -> tuple[Signature, list[Any]]:
         """A call's signature, and of its arguments those that are in the schema.
@@ -77,6 +88,8 @@ class Signature:
 
     def arguments(self, given: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of a call, from those that are in the schema."""
+        if self.is_flat:
+            return tuple(given)
         constants = [value and value[1] for value in self.values]  # type: ignore[index]
         args: tuple[Any, ...] = tree_unflatten(_merged(self.kinds, constants, given), self.spec)
         return args
@@ -108,6 +121,11 @@ class Results:
     constants: tuple[Any, ...]
     spec: TreeSpec
 
+    @functools.cached_property
+    def is_tensor(self) -> bool:
+        """Whether a call returns one tensor and nothing else."""
+        return self.kinds == ("Tensor",) and self.spec.is_leaf()
+
     @classmethod
     def of(cls, value: Any) -> tuple[Results, list[Any]]:
         """What a value is, and what of it an operator returns."""
@@ -119,6 +137,8 @@ class Results:
 
     def value(self, given: Sequence[Any]) -> Any:
         """The results of a call, from those of the operator."""
+        if self.is_tensor:
+            return given[0]
         return tree_unflatten(_merged(self.kinds, self.constants, given), self.spec)
 
     def text(self) -> str:
