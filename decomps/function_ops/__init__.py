@@ -19,7 +19,7 @@ import torch
 from normpass.decomps.activation.torch_internals import tree_flatten, tree_map, tree_unflatten
 from normpass.decomps.function_ops import in_dynamo
 from normpass.decomps.function_ops.batched import batched
-from normpass.decomps.function_ops.operator import NotOnFakeTensorsError, Operator
+from normpass.decomps.function_ops.operator import NotOnFakeTensorsError, Operator, as_tuple
 from normpass.decomps.function_ops.signature import Signature
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class FunctionOp:
             if in_dynamo.constants:
                 args, kwargs = tree_map(in_dynamo.value, (args, kwargs))
             operator, given = self._find(args, kwargs)
-            return in_dynamo.kept(operator.results, operator.op(*given))
+            return in_dynamo.kept(operator.results, as_tuple(operator.op(*given)), given)
 
         # Dynamo has the call in its graph as it stands.
         call.__name__ = call.__qualname__ = function.__name__

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from normpass.decomps.function_ops.signature import Results
 
 constants: dict[str, Any] = {}
@@ -68,10 +70,12 @@ _LAST = _Last()
 _BUILDERS: dict[str, Callable[[Any], Any]] = {}
 
 
-def kept(results: Results, found: Any) -> tuple[Any, ...]:
-    """The results of an operator, whose structure `structured` then knows."""
+def kept(
+    results: Results, found: tuple[Any, ...], given: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The results of an operator, and the arguments that are; their structure `structured` knows."""
     _LAST.results = results
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    return (*found, *(given[k] for k in results.arguments))
 
 
 def structured(flat: tuple[Any, ...]) -> Any:
@@ -84,8 +88,10 @@ def _last() -> str:
     """The name of a builder of the results of the last call."""
     results = _LAST.results
     assert results is not None
-    places = [_Place(k) for k in range(sum(kind is not None for kind in results.kinds))]
-    template = results.value(places)
+    count = sum(kind is not None for kind in results.kinds)
+    places = [_Place(k) for k in range(count)]
+    arguments = {k: _Place(count + n) for n, k in enumerate(results.arguments)}
+    template = results.value(places, arguments)  # type: ignore[arg-type]
     name = repr(template)
     _BUILDERS.setdefault(name, _builder(template))
     return name

@@ -104,6 +104,7 @@ def _keep_for_transpose(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         len(saved),
         len(inputs),
         [isinstance(x, torch.Tensor) and is_number(x) and id(x) not in constant for x in outs],
+        [next((k for k, x in enumerate(inputs) if x is y), None) for y in outs],
     )
     rest = [x if isinstance(x, torch.Tensor) else None for x in (*inputs, *outs)]
     ctx.save_for_forward(*saved, *rest)
@@ -118,7 +119,7 @@ def _transposed_backward(
 ) -> tuple[Any, ...]:
     """The tangents of the results: the derivative of the gradients along them."""
     saved = without_tangent(ctx.saved_tensors)
-    first, number, free = ctx.normpass_transpose
+    first, number, free, written = ctx.normpass_transpose
     del ctx.normpass_transpose
     inputs, outs = saved[first : first + number], saved[first + number :]
     moved = [k for k, t in enumerate(tangents) if t is not None]
@@ -134,13 +135,19 @@ def _transposed_backward(
         found = found if isinstance(found, tuple) else (found,)
         return [_of_input(function, found[k], inputs[k]) for k in moved]
 
-    along = [tangents[k] for k in moved]
-    values = transposed(pulled, [outs[k] for k in places], along)  # type: ignore[arg-type]
+    along = [t.clone() if k in written else t for k, t in enumerate(tangents) if t is not None]
+    values = transposed(pulled, [outs[k] for k in places], along)
     by_place = dict(zip(places, values, strict=True))
-    return tuple(
-        torch.zeros_like(outs[k]) if wanted and by_place[k] is None else by_place.get(k)
-        for k, wanted in enumerate(free)
-    )
+
+    def tangent(k: int) -> Any:
+        """None of a constant. Where the forward has written to an input, so is to its tangent."""
+        if not free[k]:
+            return None
+        found = torch.zeros_like(outs[k]) if by_place[k] is None else by_place[k]
+        before = None if written[k] is None else tangents[written[k]]
+        return found if before is None else before.copy_(found)
+
+    return tuple(map(tangent, range(len(free))))
 
 
 def _of_input(function: FunctionClass, gradient: Tensor | None, value: Tensor) -> Tensor:

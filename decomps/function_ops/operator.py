@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import uuid
@@ -81,52 +82,63 @@ class Operator:
         """example: of a call the arguments that are in the schema."""
         self.function, self.fake, self.signature = function, fake, signature
         self.batching = batching
-        self.results = self._returned(example)
+        self.results, self.written = self._returned(example)
         self.op = self._defined()
         self.node = node_of(function, self._node_forward)
 
     def __call__(self, given: Sequence[Any]) -> Any:
         """given: of a call the arguments that are in the schema."""
-        return self._structured(self.op(*given))
+        return self._structured(self.op(*given), given)
 
-    def _structured(self, found: Any) -> Any:
-        return self.results.value(found if isinstance(found, list | tuple) else (found,))
+    def _structured(self, found: Any, given: Sequence[Any]) -> Any:
+        """What the Function returns, of what the operator does."""
+        return self.results.value(as_tuple(found), given)
 
-    def _flat(self, value: Any) -> Any:
+    def _flat(self, value: Any, given: Sequence[Any]) -> Any:
         """What the operator returns, of what the Function does."""
         if self.results.is_tensor and isinstance(value, torch.Tensor):
             return value
-        results, found = Results.of(value)
+        results, found = Results.of(value, {id(given[k]): k for k in self.written})
         if results != self.results:
             raise RuntimeError(
                 f"{self.op} returns {self.results.text()}, as its first call did; found "
                 f"{results.text()}"
             )
-        return found[0] if len(found) == 1 else tuple(found)
+        return (tuple(found) if len(found) > 1 else found[0]) if found else None
 
     # --- what it is -------------------------------------------------------------------------------
 
-    def _returned(self, example: Sequence[Any]) -> Results:
-        """What a call returns, found on fake tensors."""
+    def _returned(self, example: Sequence[Any]) -> tuple[Results, tuple[int, ...]]:
+        """What a call returns, and the numbers of the arguments that it writes to."""
         forward = self.fake or self.function.forward
         name = self.function.__name__
+
+        def run(fakes: list[Any]) -> tuple[Results, tuple[int, ...]]:
+            args = self.signature.arguments(fakes)
+            value = forward(*args)
+            dirty = _marked_dirty(self.function, args, value)
+            written = {id(x): k for k, x in enumerate(fakes) if id(x) in dirty}
+            return Results.of(value, written)[0], tuple(written.values())
+
         try:
-            value = _on_fake_tensors(lambda fakes: forward(*self.signature.arguments(fakes)), example)
+            results, written = _on_fake_tensors(run, example)
         except Exception as error:
             what = "the function given as fake=" if self.fake else f"{name}.forward"
             raise NotOnFakeTensorsError(
-                f"{what} cannot be run on fake tensors ({type(error).__name__}: {error}). Where that "
+                f"{what} cannot be run on fake tensors ({type(error).__name__}: {error}). If that "
                 f"is because of what {name}.forward does with numbers, say with fake=f what it "
                 "returns: f has the parameters of forward, and returns empty tensors of the right "
                 "shapes, dtypes and devices"
             ) from error
-        results, found = Results.of(value)
-        if not any(isinstance(y, torch.Tensor) for y in found):
-            raise TypeError(f"{name}.forward is to return a tensor, or several; found {value!r}")
-        return results
+        if "Tensor" not in results.kinds and not results.arguments:
+            raise TypeError(
+                f"{name}.forward is to return a tensor, or several; found {results.text()}"
+            )
+        return results, written
 
     def _defined(self) -> OpOverload:
-        text = f"({self.signature.schema(self.function.forward)}) -> {self.results.schema()}"
+        text = self.signature.schema(self.function.forward, self.written)
+        text = f"({text}) -> {self.results.schema()}"
         name = self._name(text)
         _library.define(name + text, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, self._forward, "CompositeExplicitAutograd")
@@ -167,7 +179,7 @@ class Operator:
     def _run(self, forward: Callable[..., Any], given: Sequence[Any]) -> Any:
         with as_called_by_user():
             value = forward(*self.signature.arguments(given))
-            return self._flat(_apart(value, given))
+            return self._flat(_apart(value, given, self.written), given)
 
     def _traced(self, mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         del func, types, kwargs
@@ -180,14 +192,14 @@ class Operator:
         return self._applied(given)
 
     def _applied(self, given: Sequence[Any]) -> Any:
-        return self._flat(applied(self.node, self.signature.arguments(given)))
+        return self._flat(applied(self.node, self.signature.arguments(given)), given)
 
     def _node_forward(self, args: tuple[Any, ...]) -> Any:
         given = self.signature.given(args)
         # A level that is being processed in C++ is left in C++.
         if in_transform() and not is_excluded(FUNCTORCH_FRONT):
-            return self._structured(self._below_level(DerivativeLevel(), given))
-        return self._structured(self._below(given))
+            return self._structured(self._below_level(DerivativeLevel(), given), given)
+        return self._structured(self._below(given), given)
 
     def _below(self, given: Sequence[Any]) -> Any:
         with AutoDispatchBelowAutograd():
@@ -208,6 +220,11 @@ class Operator:
             return self._functionalized(given)
         level = DerivativeLevel()
         lifted = level.lifted(given)
+        if any(lifted[k] is not given[k] for k in self.written):
+            raise RuntimeError(
+                f"{self.op} writes to a tensor that is no variable of the function which "
+                "torch.func differentiates: pass it in as an argument, or write to a copy"
+            )
         if is_differentiated(lifted):
             return self._applied(lifted)
         return self._below_level(level, lifted)
@@ -218,9 +235,11 @@ class Operator:
         with level.left():
             if all(dim is None for dim in dims):
                 return self.op(*plain)
+            if self.written:
+                raise NotImplementedError(f"{self.op} writes to an argument: it has no vmap")
             args, in_dims = self.signature.arguments(plain), self.signature.structured(dims)
             out, out_dims = self.batching(level, args, in_dims)
-        return self._flat(_wrapped(level, out, out_dims))
+        return self._flat(_wrapped(level, out, out_dims), given)
 
     def _functionalized(self, given: Sequence[Any]) -> Any:
         level = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())
@@ -236,20 +255,38 @@ def _wrapped(level: BatchLevel, out: Any, dims: Any) -> Any:
         if not isinstance(out, list | tuple) or len(out) != len(dims):
             raise RuntimeError(
                 f"vmap is to return results and batch dimensions of one structure; found {dims} for "
-                f"{Results.of(out)[0].text()}"
+                f"{Results.of(out, {})[0].text()}"
             )
         return type(out)(_wrapped(level, y, dim) for y, dim in zip(out, dims, strict=True))
     return tree_map(lambda y: level.wrap(y, dims) if isinstance(y, torch.Tensor) else y, out)
 
 
-def _apart(value: Any, given: Sequence[Any]) -> Any:
+def as_tuple(found: Any) -> tuple[Any, ...]:
+    """What an operator has returned."""
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _marked_dirty(function: FunctionClass, args: tuple[Any, ...], value: Any) -> set[int]:
+    """The ids of the arguments that a Function says it has written to."""
+    ctx: Any = torch.autograd.function.FunctionCtx()
+    ctx.needs_input_grad = (False,) * len(args)
+    # What it does with numbers fails on fake tensors, and need not be known.
+    with contextlib.suppress(Exception):
+        function.setup_context(ctx, args, value)
+    return {id(x) for x in getattr(ctx, "dirty_tensors", None) or ()}
+
+
+def _apart(value: Any, given: Sequence[Any], written: Sequence[int]) -> Any:
     """Results that have no memory in common with an argument or with each other: what is a view in
-    an autograd.Function is a copy in an operator.
+    an autograd.Function is a copy in an operator. An argument that was written to is itself.
     """
     seen = {_memory(x) for x in given if isinstance(x, torch.Tensor)}
+    same = {id(given[k]) for k in written}
 
     def own(y: Any) -> Any:
-        if not isinstance(y, torch.Tensor):
+        if not isinstance(y, torch.Tensor) or id(y) in same:
             return y
         if _memory(y) in seen:
             y = y.clone()

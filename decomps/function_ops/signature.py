@@ -11,14 +11,14 @@ import functools
 import inspect
 import keyword
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from normpass.decomps.activation.torch_internals import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from normpass.decomps.activation.torch_internals import TreeSpec
 
@@ -100,12 +100,16 @@ class Signature:
         each: tuple[Any, ...] = tree_unflatten(leaves, self.spec)
         return each
 
-    def schema(self, function: Callable[..., Any]) -> str:
-        """The arguments as a schema has them, with the names that they have in a function."""
+    def schema(self, function: Callable[..., Any], written: Sequence[int]) -> str:
+        """The arguments as a schema has them, with the names that they have in a function. written:
+        those in the schema that are written to, by their numbers.
+        """
         args = tree_unflatten(list(range(len(self.kinds))), self.spec)
         counts = [len(tree_flatten(argument)[0]) for argument in args]
         named = zip(self.kinds, _names(function, counts), strict=True)
-        return ", ".join(f"{kind} {name}" for kind, name in named if kind)
+        there = [(kind, name) for kind, name in named if kind]
+        kinds = [f"{k}(a{n}!)" if n in written else k for n, (k, _) in enumerate(there)]
+        return ", ".join(f"{kind} {name}" for kind, (_, name) in zip(kinds, there, strict=True))
 
     def is_known_elsewhere(self) -> bool:
         """Whether another process would have the same operator by the same text."""
@@ -113,36 +117,52 @@ class Signature:
         return all(value is None or value[0] in simple for value in self.values)  # type: ignore[index]
 
 
+class Argument(NamedTuple):
+    """A result that is an argument which was written to: its number among those in the schema."""
+
+    number: int
+
+
 @dataclass(frozen=True)
 class Results:
-    """What a call returns: its structure, and the leaves that are constants."""
+    """What a call returns: its structure, and of each leaf that no operator returns what it is: a
+    constant, or an `Argument`.
+    """
 
     kinds: Kinds
-    constants: tuple[Any, ...]
+    others: tuple[Any, ...]
     spec: TreeSpec
 
     @functools.cached_property
     def is_tensor(self) -> bool:
-        """Whether a call returns one tensor and nothing else."""
+        """Whether a call returns one tensor of its own and nothing else."""
         return self.kinds == ("Tensor",) and self.spec.is_leaf()
 
-    @classmethod
-    def of(cls, value: Any) -> tuple[Results, list[Any]]:
-        """What a value is, and what of it an operator returns."""
-        leaves, spec = tree_flatten(value)
-        kinds = tuple(_kind(leaf, _NUMBERS) for leaf in leaves)
-        constants = zip(kinds, leaves, strict=True)
-        fixed = tuple(None if kind else leaf for kind, leaf in constants)
-        return cls(kinds, fixed, spec), _of_kind(leaves, kinds)
+    @functools.cached_property
+    def arguments(self) -> list[int]:
+        return [other.number for other in self.others if isinstance(other, Argument)]
 
-    def value(self, given: Sequence[Any]) -> Any:
-        """The results of a call, from those of the operator."""
+    @classmethod
+    def of(cls, value: Any, written: Mapping[int, int]) -> tuple[Results, list[Any]]:
+        """What a value is, and what of it an operator returns. written: the numbers of arguments
+        that were written to, by their ids.
+        """
+        leaves, spec = tree_flatten(value)
+        kinds = tuple(None if id(y) in written else _kind(y, _NUMBERS) for y in leaves)
+        pairs = zip(kinds, leaves, strict=True)
+        others = [None if k else Argument(written[id(y)]) if id(y) in written else y for k, y in pairs]
+        return cls(kinds, tuple(others), spec), _of_kind(leaves, kinds)
+
+    def value(self, found: Sequence[Any], given: Sequence[Any]) -> Any:
+        """The results of a call, from those of the operator and its arguments."""
         if self.is_tensor:
-            return given[0]
-        return tree_unflatten(_merged(self.kinds, self.constants, given), self.spec)
+            return found[0]
+        others = [given[y.number] if isinstance(y, Argument) else y for y in self.others]
+        return tree_unflatten(_merged(self.kinds, others, found), self.spec)
 
     def text(self) -> str:
-        return str(self.value([kind for kind in self.kinds if kind]))
+        names = [f"argument {k}" for k in range(1 + max(self.arguments, default=0))]
+        return str(self.value([kind for kind in self.kinds if kind], names))
 
     def schema(self) -> str:
         """The results as a schema has them."""
