@@ -37,8 +37,76 @@ def batched(
     function: FunctionClass, in_dims: Sequence[int | None], randomness: str
 ) -> FunctionClass:
     """in_dims: of each leaf of the arguments its batch dimension, or None."""
+    of = _Batched(function, in_dims, randomness)
+    members = {"forward": of.forward, "setup_context": of.setup_context, "backward": of.backward}
+    if function.jvp is not _BASE.jvp:
+        members["jvp"] = of.jvp
+    return type(
+        f"{function.__name__}_batched",
+        (_BASE,),
+        {name: staticmethod(member) for name, member in members.items()},
+    )
 
-    def for_examples(size: int, body: Callable[[BatchLevel], Any]) -> Any:
+
+class _Batched:
+    """What `batched` says, with its four functions as methods."""
+
+    def __init__(
+        self, function: FunctionClass, in_dims: Sequence[int | None], randomness: str
+    ) -> None:
+        self.function, self.in_dims, self.randomness = function, in_dims, randomness
+
+    def forward(self, *args: Any) -> Any:
+        leaves, spec = tree_flatten(args)
+
+        def run(level: BatchLevel) -> Any:
+            out = self.function.forward(*tree_unflatten(self._wrapped(level, leaves), spec))
+            return tree_map(lambda y: _in_front(level, y), out)
+
+        return self._for_examples(self._size(leaves), run)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        leaves, spec = tree_flatten(inputs)
+        outs, out_spec = tree_flatten(output)
+        state = _State(self._size(leaves), tree_unflatten(list(self.in_dims), spec))
+        ctx.normpass_batched = state
+
+        def run(level: BatchLevel) -> None:
+            example = tree_unflatten(self._wrapped(level, leaves), spec)
+            results = [level.wrap(y, 0) if _is_tensor(y) else y for y in outs]
+            state.shapes = [x.shape if _is_tensor(x) else None for x in example]
+            wrapped = {id(y): out for y, out in zip(results, outs, strict=True)}
+            context = _ExampleContext(ctx, level, wrapped)
+            self.function.setup_context(context, example, tree_unflatten(results, out_spec))
+
+        self._for_examples(state.size, run)
+
+    def backward(self, ctx: Any, *grads: Any) -> Any:
+        state: _State = ctx.normpass_batched
+        backward, count = backward_of(self.function), len(state.dims)
+
+        def run(level: BatchLevel) -> list[Any]:
+            example = [level.wrap(g, 0) if _is_tensor(g) else g for g in grads]
+            found = backward(_ExampleContext(ctx, level), *example)
+            found = found if isinstance(found, tuple) else (found,)
+            fitted = [*map(_of_shape, found, state.shapes), *found[count:]]
+            return [_in_front(level, g) for g in fitted]
+
+        found = self._for_examples(state.size, run)
+        return (*map(_reduced, found, state.dims), *found[count:])
+
+    def jvp(self, ctx: Any, *tangents: Any) -> Any:
+        state: _State = ctx.normpass_batched
+
+        def run(level: BatchLevel) -> Any:
+            pairs = zip(tangents, state.dims, strict=True)
+            example = [level.wrap(t, dim) if _is_tensor(t) else t for t, dim in pairs]
+            moved = self.function.jvp(_ExampleContext(ctx, level, ahead=True), *example)
+            return tree_map(lambda t: _in_front(level, t), moved)
+
+        return self._for_examples(state.size, run)
+
+    def _for_examples(self, size: int, body: Callable[[BatchLevel], Any]) -> Any:
         """What `body` returns at a level of vmap with so many examples."""
         found = []
 
@@ -46,71 +114,15 @@ def batched(
             found.append(body(BatchLevel()))
             return dummy
 
-        torch.vmap(run, randomness=randomness)(torch.empty(size))
+        torch.vmap(run, randomness=self.randomness)(torch.empty(size))
         return found[0]
 
-    class Batched(_BASE):
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            leaves, spec = tree_flatten(args)
+    def _wrapped(self, level: BatchLevel, leaves: Sequence[Any]) -> list[Any]:
+        return list(map(level.wrap, leaves, self.in_dims))
 
-            def run(level: BatchLevel) -> Any:
-                example = [level.wrap(x, dim) for x, dim in zip(leaves, in_dims, strict=True)]
-                out = function.forward(*tree_unflatten(example, spec))
-                return tree_map(lambda y: _in_front(level, y), out)
-
-            return for_examples(_size(leaves, in_dims), run)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            leaves, spec = tree_flatten(inputs)
-            outs, out_spec = tree_flatten(output)
-            dims = tree_unflatten(list(in_dims), spec)
-            state = _State(_size(leaves, in_dims), dims)
-            ctx.normpass_batched = state
-
-            def run(level: BatchLevel) -> None:
-                pairs = zip(leaves, in_dims, strict=True)
-                example = tree_unflatten([level.wrap(x, dim) for x, dim in pairs], spec)
-                results = [level.wrap(y, 0) if _is_tensor(y) else y for y in outs]
-                state.shapes = [x.shape if _is_tensor(x) else None for x in example]
-                wrapped = {id(y): out for y, out in zip(results, outs, strict=True)}
-                context = _ExampleContext(ctx, level, wrapped)
-                function.setup_context(context, example, tree_unflatten(results, out_spec))
-
-            for_examples(state.size, run)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            state: _State = ctx.normpass_batched
-
-            def run(level: BatchLevel) -> list[Any]:
-                example = [level.wrap(g, 0) if _is_tensor(g) else g for g in grads]
-                found = backward_of(function)(_ExampleContext(ctx, level), *example)
-                found = found if isinstance(found, tuple) else (found,)
-                fitted = [*map(_of_shape, found, state.shapes), *found[len(state.shapes) :]]
-                return [_in_front(level, g) for g in fitted]
-
-            found = for_examples(state.size, run)
-            rest = found[len(state.dims) :]
-            return (*(_reduced(g, d) for g, d in zip(found, state.dims, strict=False)), *rest)
-
-    if function.jvp is not _BASE.jvp:
-
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            state: _State = ctx.normpass_batched
-
-            def run(level: BatchLevel) -> Any:
-                pairs = zip(tangents, state.dims, strict=True)
-                example = [level.wrap(t, dim) if _is_tensor(t) else t for t, dim in pairs]
-                moved = function.jvp(_ExampleContext(ctx, level, ahead=True), *example)
-                return tree_map(lambda t: _in_front(level, t), moved)
-
-            return for_examples(state.size, run)
-
-        Batched.jvp = staticmethod(jvp)  # type: ignore[method-assign]
-    Batched.__name__ = f"{function.__name__}_batched"
-    return Batched
+    def _size(self, leaves: Sequence[Any]) -> int:
+        pairs = zip(leaves, self.in_dims, strict=True)
+        return next(x.shape[dim] for x, dim in pairs if dim is not None)
 
 
 def backward_of(function: FunctionClass) -> Callable[..., Any]:
@@ -184,11 +196,6 @@ class _ExampleContext:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _size(leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
-    pairs = zip(leaves, dims, strict=True)
-    return next(x.shape[dim] for x, dim in pairs if dim is not None)
 
 
 def _in_front(level: BatchLevel, value: Any) -> Any:

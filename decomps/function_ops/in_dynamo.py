@@ -1,4 +1,4 @@
-"""A call in Dynamo's graph: a function of tensors, numbers and text that returns a tensor or several.
+"""A call in Dynamo's graph: a function of tensors, numbers and text that returns tensors.
 
 What else an argument holds goes by a name that stands for it, and the structure of the results is
 known once Dynamo has run the call on fake tensors.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from normpass.decomps.function_ops.signature import Results
 
 constants: dict[str, Any] = {}
+_NAMES: dict[Any, str] = {}
 _PREFIX = f"normpass constant {uuid.uuid4().hex} "
 _PLAIN = (
     torch.Tensor,
@@ -38,12 +38,12 @@ def named(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _PLAIN) else _name(leaf)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _name(value: Any) -> str:
-    for name, other in list(constants.items()):
-        if type(other) is type(value) and other == value:
-            return name
-    name = f"{_PREFIX}{len(constants)}"
+    try:
+        name = _NAMES.setdefault((type(value), value), f"{_PREFIX}{len(_NAMES)}")
+    except TypeError:  # unhashable, which the call refuses
+        name = f"{_PREFIX}refused"
     constants[name] = value
     return name
 
@@ -70,10 +70,10 @@ _LAST = _Last()
 _BUILDERS: dict[str, Callable[[Any], Any]] = {}
 
 
-def kept(
-    results: Results, found: tuple[Any, ...], given: Sequence[Any]
-) -> tuple[Any, ...]:
-    """The results of an operator, and the arguments that are; their structure `structured` knows."""
+def kept(results: Results, found: tuple[Any, ...], given: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of an operator, and the arguments that are: in a structure that `structured`
+    then knows.
+    """
     _LAST.results = results
     return (*found, *(given[k] for k in results.arguments))
 
@@ -83,7 +83,7 @@ def structured(flat: tuple[Any, ...]) -> Any:
     return _BUILDERS[_last()](flat)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _last() -> str:
     """The name of a builder of the results of the last call."""
     results = _LAST.results

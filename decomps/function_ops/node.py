@@ -126,7 +126,9 @@ def _transposed_backward(
     needs = tuple(k in moved for k in range(number))
     at_level = _AtLevel(ctx, saved_tensors=saved[:first], needs_input_grad=needs)
     places = [k for k, wanted in enumerate(free) if wanted]
-    fixed = {k: torch.zeros_like(x) for k, x in enumerate(outs) if k not in places and x is not None}
+    fixed = {
+        k: torch.zeros_like(x) for k, x in enumerate(outs) if k not in places and x is not None
+    }
     backward = function.backward if function.vjp is _BASE.vjp else function.vjp
 
     def pulled(*grads: Tensor) -> list[Tensor]:

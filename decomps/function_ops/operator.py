@@ -1,19 +1,20 @@
 """The operator of one kind of calls of an autograd.Function.
 
-    CompositeExplicitAutograd   its forward
-    Autograd                    a node with its backward and its jvp (node.py), at each level
-    FuncTorchDynamicLayerFrontMode
-                                the innermost level of torch.func: that node, or under vmap its own
-                                vmap or one that is derived (batched.py); and so on at the next
-    fake tensors                its forward, or the function that as_op was given for them
-    AOTAutograd                 its forward, whose operations a compiler then sees; with a function
-                                for fake tensors it stays one operator
+CompositeExplicitAutograd   its forward
+Autograd                    a node with its backward and its jvp (node.py), at each level
+FuncTorchDynamicLayerFrontMode
+                            the innermost level of torch.func: that node, or under vmap its own
+                            vmap or one that is derived (batched.py); and so on at the next
+fake tensors                its forward, or the function that as_op was given for them
+AOTAutograd                 its forward, whose operations a compiler then sees; with a function
+                            for fake tensors it stays one operator
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -158,7 +159,8 @@ class Operator:
         operator by it: it is the same in another process if the operator is.
         """
         cls = self.function
-        about = f"{cls.__module__}.{cls.__qualname__}{schema}{self.signature}{self.results}"
+        code = _code(self.fake or cls.forward)
+        about = f"{cls.__module__}.{cls.__qualname__}{schema}{self.signature}{self.results}{code}"
         known = self.signature.is_known_elsewhere() and "<locals>" not in about
         while True:
             digest = hashlib.sha256(about.encode()).hexdigest()[:8]
@@ -254,11 +256,17 @@ def _wrapped(level: BatchLevel, out: Any, dims: Any) -> Any:
     if isinstance(dims, list | tuple):
         if not isinstance(out, list | tuple) or len(out) != len(dims):
             raise RuntimeError(
-                f"vmap is to return results and batch dimensions of one structure; found {dims} for "
-                f"{Results.of(out, {})[0].text()}"
+                "vmap is to return results and batch dimensions of one structure; found the "
+                f"dimensions {dims} of {Results.of(out, {})[0].text()}"
             )
         return type(out)(_wrapped(level, y, dim) for y, dim in zip(out, dims, strict=True))
     return tree_map(lambda y: level.wrap(y, dims) if isinstance(y, torch.Tensor) else y, out)
+
+
+def _code(function: Callable[..., Any]) -> str:
+    """What tells a function from another that has its place."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f"{code.co_code.hex()}{code.co_names}"
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:

@@ -150,7 +150,9 @@ class Results:
         leaves, spec = tree_flatten(value)
         kinds = tuple(None if id(y) in written else _kind(y, _NUMBERS) for y in leaves)
         pairs = zip(kinds, leaves, strict=True)
-        others = [None if k else Argument(written[id(y)]) if id(y) in written else y for k, y in pairs]
+        others = [
+            None if k else Argument(written[id(y)]) if id(y) in written else y for k, y in pairs
+        ]
         return cls(kinds, tuple(others), spec), _of_kind(leaves, kinds)
 
     def value(self, found: Sequence[Any], given: Sequence[Any]) -> Any:

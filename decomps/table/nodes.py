@@ -63,7 +63,7 @@ def differentiated(op: OpOverload, below: Function | None = None) -> Function:
 
 
 def is_differentiated(values: Iterable[Any]) -> bool:
-    """Whether a call with these arguments is to have a node, at the level that is being processed."""
+    """Whether a call with these arguments is to have a node, at the innermost level."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if in_forward_mode() or at_jvp():
         return bool(tensors)
