@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from normpass.decomps.activation.torch_internals import (
     AutoDispatchBelowAutograd,
     DispatchKey,
     DispatchKeySet,
+    ExcludeDispatchKeyGuard,
     ForceDispatchKeyGuard,
     Missing,
     SetExcludeDispatchKeyGuard,
@@ -184,25 +186,59 @@ class DerivativeLevel:
             yield
 
 
+AUTOCAST = [name for name in dir(DispatchKey) if name.startswith("Autocast")]
+
+
+def _keys(names: Iterable[str]) -> Any:
+    return functools.reduce(or_, (DispatchKeySet(getattr(DispatchKey, name)) for name in names))
+
+
 @functools.cache
 def _kept() -> Any:
     """The keys of which it does not depend on a kernel whether they are off."""
-    names = [name for name in dir(DispatchKey) if name.startswith("Autocast")]
-    keys = (getattr(DispatchKey, name) for name in (*names, "PreDispatch", "PythonDispatcher"))
-    return functools.reduce(or_, map(DispatchKeySet, keys))
+    return _keys([*AUTOCAST, "PreDispatch", "PythonDispatcher"])
+
+
+class _Casting(threading.local):
+    """The key of autocast that was on where a kernel was called."""
+
+    key: str | None = None
+
+
+_CASTING = _Casting()
+
+
+@contextlib.contextmanager
+def casting(key: str) -> Iterator[None]:
+    """A block without a key of autocast, which `as_called_by_user` has on again: fake tensors and
+    AOTAutograd call a kernel with all of them off.
+    """
+    before, _CASTING.key = _CASTING.key, key
+    try:
+        with ExcludeDispatchKeyGuard(_keys([key])):
+            yield
+    finally:
+        _CASTING.key = before
 
 
 @contextlib.contextmanager
 def as_called_by_user() -> Iterator[None]:
     """A block of a kernel in which torch can be used as outside of one: transforms of torch.func,
-    autograd. Neither tape nor forward mode sees it.
+    autograd, autocast. Neither tape nor forward mode sees it.
 
     A kernel runs without the keys that have been processed before it, one for fake tensors without
     all that come before Python. What vmap wraps there would reach kernels that cannot read it.
     """
-    keys = ForceDispatchKeyGuard(included_keys(), excluded_keys() & _kept())
-    with torch.no_grad(), set_fwd_grad_enabled(False), keys:
-        yield
+    key, _CASTING.key = _CASTING.key, None
+    excluded = excluded_keys() & _kept()
+    if key is not None:
+        excluded = excluded - _keys([key])
+    keys = ForceDispatchKeyGuard(included_keys(), excluded)
+    try:
+        with torch.no_grad(), set_fwd_grad_enabled(False), keys:
+            yield
+    finally:
+        _CASTING.key = key
 
 
 def alive(value: Any) -> Any:

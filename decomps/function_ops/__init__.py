@@ -8,7 +8,6 @@ batched.py     the Function under vmap, as another Function
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -243,8 +242,11 @@ class FunctionOp:
                 self._batched[key] = other
             other = self._batched[key]
         if other is not None:
-            with contextlib.suppress(NotOnFakeTensorsError):
+            try:
                 return other(*args), 0
+            except NotOnFakeTensorsError as error:
+                if level.info.randomness == "error" and "randomness" in str(error):
+                    raise (error.__cause__ or error) from None
         # What does not run under vmap: numbers in NumPy, requires_grad_().
         found = self._one_by_one(level.info.batch_size, args, dims)
         self._batched[key] = None

@@ -131,14 +131,19 @@ def _transposed_backward(
     }
     backward = function.backward if function.vjp is _BASE.vjp else function.vjp
 
+    asked = []
+
     def pulled(*grads: Tensor) -> list[Tensor]:
         given = {**fixed, **dict(zip(places, grads, strict=True))}
         found = backward(at_level, *(given.get(k) for k in range(len(outs))))
         found = found if isinstance(found, tuple) else (found,)
+        asked.extend(found[k] for k in moved if found[k] is not None)
         return [_of_input(function, found[k], inputs[k]) for k in moved]
 
     along = [t.clone() if k in written else t for k, t in enumerate(tangents) if t is not None]
     values = transposed(pulled, [outs[k] for k in places], along)
+    if asked and all(value is None for value in values):
+        raise _no_jvp(function)
     by_place = dict(zip(places, values, strict=True))
 
     def tangent(k: int) -> Any:
@@ -157,14 +162,17 @@ def _of_input(function: FunctionClass, gradient: Tensor | None, value: Tensor) -
     if gradient is None:
         return torch.zeros_like(value)
     if not gradient.requires_grad:
-        raise NotImplementedError(
-            f"{function.__name__} has no jvp, and none can be derived: its backward returned a "
-            "gradient that is not made of differentiable operations of torch (None stands for "
-            "zero). You must implement the jvp function for custom autograd.Function to use it "
-            "with forward mode AD."
-        )
+        raise _no_jvp(function)
     if gradient.is_complex() and not value.is_complex():
         gradient = gradient.real
     if gradient.shape != value.shape:
         gradient = gradient.sum_to_size(value.shape)
     return gradient.to(value.dtype)
+
+
+def _no_jvp(function: FunctionClass) -> NotImplementedError:
+    return NotImplementedError(
+        f"{function.__name__} has no jvp, and none can be derived: its backward returned a gradient "
+        "that is not made of differentiable operations of torch (None stands for zero). You must "
+        "implement the jvp function for custom autograd.Function to use it with forward mode AD."
+    )

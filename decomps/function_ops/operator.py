@@ -13,6 +13,7 @@ AOTAutograd                 its forward, whose operations a compiler then sees; 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import threading
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from normpass.decomps.activation.levels import (
+    AUTOCAST,
     BatchLevel,
     DerivativeLevel,
     alive,
     as_called_by_user,
+    casting,
     in_transform,
     innermost,
 )
@@ -145,6 +148,8 @@ class Operator:
         _library.impl(name, self._forward, "CompositeExplicitAutograd")
         _library.impl(name, self._differentiated, "Autograd")
         _library.impl(name, self._at_level, "FuncTorchDynamicLayerFrontMode")
+        for key in AUTOCAST:
+            _library.impl(name, functools.partial(self._under_autocast, key), key)
         qualified = f"{NAMESPACE}::{name}"
         torch.library.register_fake(qualified, self._on_fakes, lib=_library)
         if self.fake is None:
@@ -187,6 +192,10 @@ class Operator:
         del func, types, kwargs
         with mode:
             return self._forward(*args)
+
+    def _under_autocast(self, key: str, *given: Any) -> Any:
+        with casting(key):
+            return self.op(*given)
 
     def _differentiated(self, *given: Any) -> Any:
         if not is_differentiated(given):

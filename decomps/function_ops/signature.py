@@ -35,6 +35,10 @@ _NUMBERS: dict[type, str] = {
     bool: "bool",
 }
 _VALUES: dict[type, str] = _NUMBERS | {
+    # A schema's float would make a constant of a symbolic one.
+    float: "Scalar",
+    torch.SymFloat: "Scalar",
+    complex: "Scalar",
     str: "str",
     torch.dtype: "ScalarType",
     torch.device: "Device",
@@ -113,7 +117,7 @@ class Signature:
 
     def is_known_elsewhere(self) -> bool:
         """Whether another process would have the same operator by the same text."""
-        simple = (type(None), complex, bytes)
+        simple = (type(None), bytes)
         return all(value is None or value[0] in simple for value in self.values)  # type: ignore[index]
 
 
