@@ -1,9 +1,8 @@
-"""autograd.Functions with one feature each, and what they compute, written in plain torch."""
+"""autograd.Functions with one feature each, as operators of normpass.as_op."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd import Function
@@ -11,36 +10,21 @@ from torch.autograd.function import once_differentiable
 
 import normpass
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from torch import Tensor
+class Saving(Function):
+    """Saves its arguments."""
 
-
-def _numbers(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
 
-X, Y, ROW = _numbers(3, 4), _numbers(3, 4, seed=1), _numbers(4, seed=2)
+class Bare(Function):
+    """Saves nothing."""
 
-
-@dataclass(frozen=True)
-class Case:
-    """op and formula are called alike: with(op, *tensors); all tensors have derivatives.
-
-    lacks   transforms that the Function itself does not allow
-    """
-
-    op: Any
-    formula: Callable[..., Any]
-    tensors: tuple[Tensor, ...]
-    call: Callable[..., Any] = lambda f, *tensors: f(*tensors)
-    lacks: frozenset[str] = field(default_factory=frozenset)
-    opaque: bool = False
-
-    def __str__(self) -> str:
-        return str(self.op.__name__)
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
 
 class Swish(Function):
@@ -87,16 +71,12 @@ class Exp(Function):
         return tangent * y
 
 
-class Product(Function):
+class Product(Saving):
     """Gradients that autograd reduces over what was broadcast, and only those that are needed."""
 
     @staticmethod
     def forward(x, y):
         return x * y
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
@@ -149,7 +129,7 @@ class Both(Function):
         return found
 
 
-class Tripled(Function):
+class Tripled(Saving):
     """Its own vmap, which calls the Function again."""
 
     calls = 0
@@ -157,10 +137,6 @@ class Tripled(Function):
     @staticmethod
     def forward(x, y):
         return 3 * x * y
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
@@ -174,7 +150,7 @@ class Tripled(Function):
             v.expand(info.batch_size, *v.shape) if dim is None else v.movedim(dim, 0)
             for v, dim in zip((x, y), in_dims, strict=True)
         )
-        return tripled(x, y), 0
+        return normpass.as_op(Tripled)(x, y), 0
 
 
 class Settings(NamedTuple):
@@ -204,16 +180,12 @@ class Structured(Function):
         return grad * n * x ** (n - 1) * sum(ctx.settings.factors), None, None, None, None, None
 
 
-class Rounded(Function):
+class Rounded(Bare):
     """A derivative that is not that of the forward: one, where it is zero."""
 
     @staticmethod
     def forward(x):
         return (4 * x).round() / 4
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
 
     @staticmethod
     def backward(ctx, grad):
@@ -252,16 +224,12 @@ class Total(Function):
         return grad.unsqueeze(-1).expand(*grad.shape, ctx.size)
 
 
-class InNumPy(Function):
+class InNumPy(Saving):
     """A forward that nobody can trace: it takes a function for fake tensors."""
 
     @staticmethod
     def forward(x):
         return torch.from_numpy(x.numpy() ** 3)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
@@ -285,7 +253,7 @@ class Item(Function):
         return grad * ctx.saved_tensors[0], None
 
 
-class Scratch(Function):
+class Scratch(Saving):
     """Writes to a tensor that it has made."""
 
     @staticmethod
@@ -296,10 +264,6 @@ class Scratch(Function):
         return y
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         mask = torch.ones_like(x)
@@ -307,7 +271,7 @@ class Scratch(Function):
         return 2 * grad * x * mask
 
 
-class Passed(Function):
+class Passed(Bare):
     """Returns its argument, and a view of it."""
 
     @staticmethod
@@ -315,15 +279,11 @@ class Passed(Function):
         return x, x.mT
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
     def backward(ctx, grad, other):
         return 2 * grad + 3 * other.mT
 
 
-class Slope(Function):
+class Slope(Saving):
     """Differentiates within its forward."""
 
     @staticmethod
@@ -334,24 +294,16 @@ class Slope(Function):
         return found.detach()
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx, grad):
         return 6 * ctx.saved_tensors[0] * grad
 
 
-class Once(Function):
+class Once(Saving):
     """A backward that has no derivative of its own."""
 
     @staticmethod
     def forward(x):
         return x * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     @once_differentiable
@@ -396,63 +348,119 @@ class Gathered(Function):
         return grad.new_zeros(ctx.shape).scatter_add(-1, index, grad * first * second), None, None
 
 
-tripled = normpass.as_op(Tripled)
-INDEX = torch.tensor([[0, 0, 3], [1, 2, 1], [3, 3, 3]])
+class Halved(Function):
+    """Writes to its argument."""
+
+    @staticmethod
+    def forward(x, y):
+        x.mul_(y)
+        return x, x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_dirty(inputs[0])
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        (y,) = ctx.saved_tensors
+        return (grad + 2 * other) * y, None
 
 
-def structured(f: Any, x: Tensor) -> Any:
-    return f(x, Settings(3, [0.5, 2.0]), "plus", torch.float64, None, torch.sin)
+class Dropped(Function):
+    """Random numbers, and a result that is their mask."""
+
+    @staticmethod
+    def forward(x, p):
+        mask = (torch.rand_like(x) > p).to(x.dtype)
+        return x * mask, mask
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad * ctx.saved_tensors[0], None
 
 
-def described(f: Any, x: Tensor) -> Tensor:
-    found = f(x)
-    if f is not torch.sinh:
-        found, size, text, named = found
-        assert (size, text, named["largest"][1]) == (x.shape[-1], "sinh", None)
-        found = found + 0 * named["largest"][0]
-    return found
+class Multiplied(Saving):
+    """A matrix product, which autocast takes to half precision."""
+
+    @staticmethod
+    def forward(a, b):
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad @ b.mT.to(grad.dtype), a.mT.to(grad.dtype) @ grad
 
 
-def straight_through(x: Tensor) -> Tensor:
-    return x + ((4 * x).round() / 4 - x).detach()
+class Squared(Saving):
+    """Complex numbers."""
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0].conj()
 
 
-def scratch(x: Tensor) -> Tensor:
-    return (x * x + 1) * (torch.arange(x.shape[-1]) > 0)
+class Ambiguous(Bare):
+    """A vmap of its own, and a wish for a derived one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x * 2, in_dims[0]
 
 
-def passed(x: Tensor) -> tuple[Tensor, Tensor]:
-    one, other = 2 * x, 3 * x
-    return x.detach() + one - one.detach(), x.detach().mT + (other - other.detach()).mT
+class OldStyle(Function):
+    """A context in forward, and no setup_context."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
 
-CASES = [
-    Case(normpass.as_op(Swish), lambda x, a: x * (a * x).sigmoid(), (X,), lambda f, x: f(x, 2.0)),
-    Case(normpass.as_op(Exp), torch.exp, (X,)),
-    Case(normpass.as_op(Product), torch.mul, (X, ROW)),
-    Case(normpass.as_op(Sorted), lambda x: tuple(torch.sort(x, dim=-1)), (X,)),
-    Case(normpass.as_op(Both), lambda x: (x.sin(), x.cos()), (X,)),
-    Case(tripled, lambda x, y: 3 * x * y, (X, Y)),
-    Case(normpass.as_op(Structured), lambda x, *_: 2.5 * x**3 + 1, (X,), structured),
-    Case(normpass.as_op(Rounded), straight_through, (X,)),
-    Case(normpass.as_op(Cube), lambda x: x**3, (X,)),
-    Case(normpass.as_op(Total), lambda x: x.sum(-1), (X,)),
-    Case(normpass.as_op(InNumPy, fake=torch.empty_like), lambda x: x**3, (X,), opaque=True),
-    Case(
-        normpass.as_op(Item, fake=lambda x, y: torch.empty_like(x)),
-        lambda x, y: x * y.max(),
-        (X,),
-        lambda f, x: f(x, Y),
-        opaque=True,
-    ),
-    Case(normpass.as_op(Scratch), scratch, (X,)),
-    Case(normpass.as_op(Passed), passed, (X,)),
-    Case(normpass.as_op(Slope), lambda x: 3 * x**2, (X,)),
-    Case(normpass.as_op(Described), torch.sinh, (X,), described),
-    Case(
-        normpass.as_op(Gathered),
-        lambda x, index, factors: x.gather(-1, index) * factors[0] * factors[1],
-        (X,),
-        lambda f, x: f(x, INDEX, [torch.tensor(2.0), torch.tensor(3.0)]),
-    ),
-]
+class WithoutFake(Bare):
+    """NumPy, and nobody says what it returns; no backward."""
+
+    @staticmethod
+    def forward(x):
+        return torch.from_numpy(x.numpy() * 2)
+
+
+class Changing(Bare):
+    """Another structure of results for another number."""
+
+    @staticmethod
+    def forward(x, n):
+        return (x * 2,) * n
+
+
+class Normalized(Saving):
+    """Made of a norm, whose derivative its backward asks for."""
+
+    @staticmethod
+    def forward(x):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        _, pull = torch.func.vjp(Normalized.forward, x)
+        return pull(grad)[0]
