@@ -114,6 +114,17 @@ CASES = [
     ),
 ]
 
+BY_NAME = {case.op.__name__: case for case in CASES}
+
+
+def swish_of_two(x: Tensor) -> Tensor:
+    found: Tensor = BY_NAME["Swish"].op(x, 2.0)
+    return found
+
+
+def plain_swish(x: Tensor) -> Tensor:
+    return x * (2.0 * x).sigmoid()
+
 
 # --- transforms ---------------------------------------------------------------------------------
 

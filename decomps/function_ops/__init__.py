@@ -101,6 +101,8 @@ def _check(function: Any) -> None:
     """Raises TypeError for what is no autograd.Function with a forward and a setup_context."""
     if not (inspect.isclass(function) and issubclass(function, _BASE)):
         raise TypeError(f"as_op takes a subclass of torch.autograd.Function; found {function!r}")
+    if function.forward is _BASE.forward:
+        raise TypeError(f"as_op takes a Function with a forward; found {function.__name__}")
     if function.setup_context is _BASE.setup_context:
         parameters = ", ".join(inspect.signature(function.forward).parameters)
         raise TypeError(

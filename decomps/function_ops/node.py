@@ -172,7 +172,8 @@ def _of_input(function: FunctionClass, gradient: Tensor | None, value: Tensor) -
 
 def _no_jvp(function: FunctionClass) -> NotImplementedError:
     return NotImplementedError(
-        f"{function.__name__} has no jvp, and none can be derived: its backward returned a gradient "
-        "that is not made of differentiable operations of torch (None stands for zero). You must "
-        "implement the jvp function for custom autograd.Function to use it with forward mode AD."
+        f"{function.__name__} has no jvp, and none can be derived: its backward returned a "
+        "gradient that is not made of differentiable operations of torch (None stands for zero). "
+        "You must implement the jvp function for custom autograd.Function to use it with forward "
+        "mode AD."
     )
