@@ -20,7 +20,12 @@ from torch import Tensor
 from normpass.decomps.activation.torch_internals import tree_flatten, tree_map, tree_unflatten
 from normpass.decomps.function_ops import in_dynamo
 from normpass.decomps.function_ops.batched import batched
-from normpass.decomps.function_ops.operator import NotOnFakeTensorsError, Operator, as_tuple
+from normpass.decomps.function_ops.operator import (
+    NotOnFakeTensorsError,
+    Operator,
+    as_tuple,
+    returned,
+)
 from normpass.decomps.function_ops.signature import Signature
 from normpass.decomps.operators import is_concrete
 
@@ -184,17 +189,20 @@ class FunctionOp:
         return operator, given
 
     def _made(self, signature: Signature, given: list[Any]) -> Operator:
+        # Not locked: forward may call another of these, in the thread of the fake tensors.
+        try:
+            found = returned(self.function, self.fake, signature, given)
+        except NotOnFakeTensorsError:
+            if self.tried and all(is_concrete(x) for x in given if isinstance(x, Tensor)):
+                # Where the arguments are wrong, the error to be seen is forward's own.
+                with torch.no_grad():
+                    self.function.forward(*signature.arguments(given))
+            raise
         with _LOCK:
             if signature not in self._operators:
-                parts = self.function, self.fake, signature, given, self._under_vmap
-                try:
-                    self._operators[signature] = Operator(*parts)
-                except NotOnFakeTensorsError:
-                    if self.tried and all(is_concrete(x) for x in given if isinstance(x, Tensor)):
-                        # Where the arguments are wrong, the error to be seen is forward's own.
-                        with torch.no_grad():
-                            self.function.forward(*signature.arguments(given))
-                    raise
+                self._operators[signature] = Operator(
+                    self.function, self.fake, signature, *found, self._under_vmap
+                )
             return self._operators[signature]
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -69,10 +69,43 @@ class NotOnFakeTensorsError(RuntimeError):
     """A forward that fake tensors cannot go through."""
 
 
+def returned(
+    function: FunctionClass,
+    fake: Callable[..., Any] | None,
+    signature: Signature,
+    example: Sequence[Any],
+) -> tuple[Results, tuple[int, ...]]:
+    """What a call returns, and the numbers of the arguments that it writes to. example: of such a
+    call the arguments that are in the schema.
+    """
+    forward, name = fake or function.forward, function.__name__
+
+    def run(fakes: list[Any]) -> tuple[Results, tuple[int, ...]]:
+        args = signature.arguments(fakes)
+        value = forward(*args)
+        dirty = _marked_dirty(function, args, value)
+        written = {id(x): k for k, x in enumerate(fakes) if id(x) in dirty}
+        return Results.of(value, written)[0], tuple(written.values())
+
+    try:
+        results, written = _on_fake_tensors(run, example)
+    except Exception as error:
+        what = "the function given as fake=" if fake else f"{name}.forward"
+        raise NotOnFakeTensorsError(
+            f"{what} cannot be run on fake tensors ({type(error).__name__}: {error}). If that "
+            f"is because of what {name}.forward does with numbers, say with fake=f what it "
+            "returns: f has the parameters of forward, and returns empty tensors of the right "
+            "shapes, dtypes and devices"
+        ) from error
+    if "Tensor" not in results.kinds and not results.arguments:
+        raise TypeError(f"{name}.forward is to return a tensor, or several; found {results.text()}")
+    return results, written
+
+
 class Operator:
     """An operator, for calls with one signature.
 
-    Raises at its first call what `example` raises.
+    results, written    what `returned` finds of such a call
     """
 
     def __init__(
@@ -80,13 +113,12 @@ class Operator:
         function: FunctionClass,
         fake: Callable[..., Any] | None,
         signature: Signature,
-        example: Sequence[Any],
+        results: Results,
+        written: Sequence[int],
         batching: BatchingRule,
     ) -> None:
-        """example: of a call the arguments that are in the schema."""
         self.function, self.fake, self.signature = function, fake, signature
-        self.batching = batching
-        self.results, self.written = self._returned(example)
+        self.results, self.written, self.batching = results, written, batching
         self.op = self._defined()
         self.node = node_of(function, self._node_forward)
 
@@ -111,34 +143,6 @@ class Operator:
         return (tuple(found) if len(found) > 1 else found[0]) if found else None
 
     # --- what it is -------------------------------------------------------------------------------
-
-    def _returned(self, example: Sequence[Any]) -> tuple[Results, tuple[int, ...]]:
-        """What a call returns, and the numbers of the arguments that it writes to."""
-        forward = self.fake or self.function.forward
-        name = self.function.__name__
-
-        def run(fakes: list[Any]) -> tuple[Results, tuple[int, ...]]:
-            args = self.signature.arguments(fakes)
-            value = forward(*args)
-            dirty = _marked_dirty(self.function, args, value)
-            written = {id(x): k for k, x in enumerate(fakes) if id(x) in dirty}
-            return Results.of(value, written)[0], tuple(written.values())
-
-        try:
-            results, written = _on_fake_tensors(run, example)
-        except Exception as error:
-            what = "the function given as fake=" if self.fake else f"{name}.forward"
-            raise NotOnFakeTensorsError(
-                f"{what} cannot be run on fake tensors ({type(error).__name__}: {error}). If that "
-                f"is because of what {name}.forward does with numbers, say with fake=f what it "
-                "returns: f has the parameters of forward, and returns empty tensors of the right "
-                "shapes, dtypes and devices"
-            ) from error
-        if "Tensor" not in results.kinds and not results.arguments:
-            raise TypeError(
-                f"{name}.forward is to return a tensor, or several; found {results.text()}"
-            )
-        return results, written
 
     def _defined(self) -> OpOverload:
         text = self.signature.schema(self.function.forward, self.written)

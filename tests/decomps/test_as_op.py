@@ -181,6 +181,24 @@ def test_threads() -> None:
     assert len(ops) == 1
 
 
+def test_one_that_calls_another() -> None:
+    @normpass.as_op
+    class Outer(functions.Saving):
+        @staticmethod
+        def forward(x):  # type: ignore[no-untyped-def]
+            return BY_NAME["Exp"].op(x.float()) + swish(x.float(), 0.5)
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (x,) = ctx.saved_tensors
+            return grad * Outer(x)
+
+    x = X.clone().requires_grad_()
+    y = X.float().exp() + X.float() * (X.float() / 2).sigmoid()
+    assert_close(Outer(x), y)
+    assert_close(torch.autograd.grad(Outer(x).sum(), x)[0], y.double())
+
+
 # --- what it is ---------------------------------------------------------------------------------
 
 
