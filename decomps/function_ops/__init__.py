@@ -95,10 +95,10 @@ def as_op(function: FunctionClass | None = None, *, fake: Callable[..., Any] | N
         return functools.partial(as_op, fake=fake)
     _check(function)
     with _LOCK:
-        found: FunctionOp | None = function.__dict__.get("_normpass_op")
+        found: FunctionOp | None = function.__dict__.get("normpass_op")
         if found is None or fake not in (None, found.fake):
             found = FunctionOp(function, fake)
-            function._normpass_op = found  # type: ignore[attr-defined]
+            function.normpass_op = found  # type: ignore[attr-defined]
     return found
 
 

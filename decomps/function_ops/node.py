@@ -131,7 +131,7 @@ def _transposed_backward(
     }
     backward = function.backward if function.vjp is _BASE.vjp else function.vjp
 
-    asked = []
+    asked: list[Tensor] = []
 
     def pulled(*grads: Tensor) -> list[Tensor]:
         given = {**fixed, **dict(zip(places, grads, strict=True))}
