@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from normpass.backend.entry import fuse
     from normpass.backend.explain import Report, explain
     from normpass.decomps.activation import unregister
+    from normpass.decomps.function_ops import as_op
     from normpass.decomps.functional import functional_call_with_buffers
     from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
     from normpass.decomps.table.binding import jvp, vjp
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Report",
     "__version__",
+    "as_op",
     "batch_rule",
     "decompositions",
     "derivative",
@@ -52,6 +54,7 @@ __all__ = [
 # they join two stages: the rules (decomps) and the fusion pass (backend).
 _HOME = {
     "Report": "normpass.backend.explain",
+    "as_op": "normpass.decomps.function_ops",
     "batch_rule": "normpass.decomps.registry",
     "decompositions": "normpass.decomps.registry",
     "derivative": "normpass.decomps.registry",

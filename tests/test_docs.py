@@ -20,7 +20,7 @@ def blocks(text: str) -> list[str]:
 
 def test_the_code_on_writing_rules_runs_from_top_to_bottom(tmp_path: Path) -> None:
     found = blocks(PAGE.read_text("utf-8"))
-    assert len(found) == 9
+    assert len(found) == 11
     page = tmp_path / "page.py"  # a file: its rules have a place, and Dynamo finds the source
     page.write_text("\n\n".join(found), "utf-8")
     command = [sys.executable, "-W", "ignore", str(page)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,20 +16,30 @@ from normpass.decomps.activation.torch_internals import (
     PYTHON_TLS_SNAPSHOT,
     VMAP,
     AutoDispatchBelowAutograd,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    ForceDispatchKeyGuard,
     Missing,
     SetExcludeDispatchKeyGuard,
     VmapInfo,
     VmapInterpreter,
     add_batch_dim,
+    excluded_keys,
     forward_level,
     get_interpreter_stack,
     get_unwrapped,
+    included_keys,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     peek_interpreter_stack,
     retrieve_current_functorch_interpreter,
+    set_fwd_grad_enabled,
+    unwrap_for_grad,
+    unwrap_if_dead,
+    wrap_for_grad,
 )
 
 if TYPE_CHECKING:
@@ -134,8 +147,108 @@ class BatchLevel:
         ]
         return [value for value, _ in pairs], [dim for _, dim in pairs]
 
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A block below this level."""
+        with retrieve_current_functorch_interpreter().lower():
+            yield
+
     def wrap(self, value: Any, dim: int | None) -> Any:
         return value if dim is None else add_batch_dim(value, dim, self.number)
+
+
+class DerivativeLevel:
+    """The innermost level, which is one of grad or jvp."""
+
+    def __init__(self) -> None:
+        self.interpreter = retrieve_current_functorch_interpreter()
+        self.number: int = self.interpreter.level()
+
+    def lifted(self, values: Sequence[Any]) -> list[Any]:
+        """Values at this level: what is no variable of it is a constant, and not one of an outer
+        level.
+        """
+        values, _ = self.interpreter.lift(values, {})
+        return list(values)
+
+    def unwrap(self, value: Any) -> Any:
+        return unwrap_for_grad(value, self.number) if isinstance(value, torch.Tensor) else value
+
+    def wrap(self, value: Any) -> Any:
+        return wrap_for_grad(value, self.number) if isinstance(value, torch.Tensor) else value
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A block below this level, with reverse and forward mode as they are there: a Function's
+        apply() turns them off.
+        """
+        with torch.enable_grad(), set_fwd_grad_enabled(True), self.interpreter.lower():
+            yield
+
+
+AUTOCAST = [name for name in dir(DispatchKey) if name.startswith("Autocast")]
+
+
+def _keys(names: Iterable[str]) -> Any:
+    return functools.reduce(or_, (DispatchKeySet(getattr(DispatchKey, name)) for name in names))
+
+
+@functools.cache
+def _kept() -> Any:
+    """The keys of which it does not depend on a kernel whether they are off."""
+    return _keys([*AUTOCAST, "PreDispatch", "PythonDispatcher"])
+
+
+class _Casting(threading.local):
+    """The key of autocast that was on where a kernel was called."""
+
+    key: str | None = None
+
+
+_CASTING = _Casting()
+
+
+@contextlib.contextmanager
+def casting(key: str) -> Iterator[None]:
+    """A block without a key of autocast, which `as_called_by_user` has on again: fake tensors and
+    AOTAutograd call a kernel with all of them off.
+    """
+    before, _CASTING.key = _CASTING.key, key
+    try:
+        with ExcludeDispatchKeyGuard(_keys([key])):
+            yield
+    finally:
+        _CASTING.key = before
+
+
+@contextlib.contextmanager
+def as_called_by_user() -> Iterator[None]:
+    """A block of a kernel in which torch can be used as outside of one: transforms of torch.func,
+    autograd, autocast. Neither tape nor forward mode sees it.
+
+    A kernel runs without the keys that have been processed before it, one for fake tensors without
+    all that come before Python. What vmap wraps there would reach kernels that cannot read it.
+    """
+    key, _CASTING.key = _CASTING.key, None
+    excluded = excluded_keys() & _kept()
+    if key is not None:
+        excluded = excluded - _keys([key])
+    keys = ForceDispatchKeyGuard(included_keys(), excluded)
+    try:
+        with torch.no_grad(), set_fwd_grad_enabled(False), keys:
+            yield
+    finally:
+        _CASTING.key = key
+
+
+def alive(value: Any) -> Any:
+    """A value, of a tensor whose level has ended the tensor."""
+    return unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value
+
+
+def innermost() -> Any:
+    """The kind of the innermost level: GRAD, JVP, VMAP or another."""
+    return retrieve_current_functorch_interpreter().key()
 
 
 def _unwrapped(value: Tensor, level: int) -> tuple[Tensor, int | None]:

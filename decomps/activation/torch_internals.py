@@ -36,6 +36,7 @@ LEVELS = "the rules for autograd and vmap, in traces and in eager mode"
 TRACES = "the rules for autograd and vmap in traces"
 BATCHING = "the batching rules"
 NODES = "derivatives by the table, and those that users declare"
+FUNCTION_OPS = "operators of autograd.Functions"
 ZEROS = "the rules for tangents that are zero"
 FUNCTIONS = "the rules for autograd.Function in traces"
 EAGER = "the rules of eager mode"
@@ -43,9 +44,11 @@ TABLE = "the decompositions for Inductor"
 PASS = "passes over Inductor's graphs"
 
 _WITH: dict[str, tuple[str, ...]] = {
-    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, EAGER, TABLE, PASS),
-    LEVELS: (TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, EAGER),
+    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, FUNCTION_OPS, EAGER, TABLE, PASS),
+    LEVELS: (TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, FUNCTION_OPS, EAGER),
     TRACES: (NODES, ZEROS),
+    NODES: (FUNCTION_OPS,),
+    FUNCTIONS: (FUNCTION_OPS,),
 }
 
 
@@ -85,6 +88,7 @@ INTERNALS = {
     "tree_leaves": Internal("torch.utils._pytree.tree_leaves", RULES, "of an argument: operators"),
     "tree_flatten": Internal("torch.utils._pytree.tree_flatten", NODES, "the same: table.nodes"),
     "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", NODES, "the same"),
+    "tree_map": Internal("torch.utils._pytree.tree_map", FUNCTION_OPS, "the same: function_ops"),
     "suggest_memory_format": Internal(
         "torch._prims_common.suggest_memory_format",
         RULES,
@@ -107,6 +111,15 @@ INTERNALS = {
     ),
     "ExcludeDispatchKeyGuard": _c(
         "_ExcludeDispatchKeyGuard", LEVELS, "a block without some keys: kernels, zero_tensors"
+    ),
+    "ForceDispatchKeyGuard": _c(
+        "_ForceDispatchKeyGuard", FUNCTION_OPS, "a block with other keys altogether: levels"
+    ),
+    "included_keys": _c(
+        "_dispatch_tls_local_include_set", FUNCTION_OPS, "keys that are on: levels"
+    ),
+    "excluded_keys": _c(
+        "_dispatch_tls_local_exclude_set", FUNCTION_OPS, "keys that are off: levels"
     ),
     "is_excluded": _c(
         "_dispatch_tls_is_dispatch_key_excluded", RULES, "whether such a block is on: operators"
@@ -150,6 +163,21 @@ INTERNALS = {
         "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
         LEVELS,
         "the innermost level, to be left for a block: levels",
+    ),
+    "unwrap_if_dead": _functorch(
+        "unwrap_if_dead", FUNCTION_OPS, "a tensor whose level has ended: levels"
+    ),
+    "wrap_for_grad": _functorch("_wrap_for_grad", FUNCTIONS, "a tensor at a level"),
+    "unwrap_for_grad": _functorch("_unwrap_for_grad", FUNCTIONS, "one below it"),
+    "FunctorchFunctionalizeAPI": Internal(
+        "torch._subclasses.functional_tensor.FunctorchFunctionalizeAPI",
+        FUNCTION_OPS,
+        "a level of functionalize: function_ops",
+    ),
+    "FUNCTORCH_FRONT": _c(
+        "DispatchKey.FuncTorchDynamicLayerFrontMode",
+        FUNCTION_OPS,
+        "the key at which a call meets the innermost level: function_ops",
     ),
     # Nodes of autograd, of one level each
     "SingleLevelFunction": Internal(
@@ -219,14 +247,17 @@ INTERNALS = {
     # The rules themselves: autograd_function
     "FUNCTIONALIZE": _functorch("TransformType.Functionalize", FUNCTIONS, "a level's kind"),
     "current_level": _functorch("current_level", FUNCTIONS, "the innermost level's number"),
-    "unwrap_for_grad": _functorch("_unwrap_for_grad", FUNCTIONS, "a tensor below a level"),
-    "wrap_for_grad": _functorch("_wrap_for_grad", FUNCTIONS, "the way back"),
     "unwrap_batched": Internal("torch._functorch.vmap.unwrap_batched", FUNCTIONS, "below vmap"),
     "restore_vmap": Internal("torch._functorch.vmap.restore_vmap", FUNCTIONS, "over a batch"),
     "prefix_flattened": Internal(
         "torch.utils._pytree._broadcast_to_and_flatten", FUNCTIONS, "a dimension for each result"
     ),
     "tree_map_only": Internal("torch.utils._pytree.tree_map_only", FUNCTIONS, "of the tensors"),
+    "FunctionalTensorMode": Internal(
+        "torch._subclasses.functional_tensor.FunctionalTensorMode",
+        FUNCTION_OPS,
+        "the mode in which AOTAutograd traces: function_ops",
+    ),
     # Libraries of kernels
     "has_kernel": _c(
         "_dispatch_has_kernel_for_dispatch_key", EAGER, "whether it is more than a fallback: eager"
@@ -384,3 +415,8 @@ def functorch_table() -> dict[Any, Any]:
 def destroy(library: torch.library.Library) -> None:
     """Takes out what a library has put in."""
     library._destroy()
+
+
+def memory_of(x: torch.Tensor) -> Any:
+    """Equal for two tensors with one storage, of any number. Raises where there is none."""
+    return x.untyped_storage()._cdata

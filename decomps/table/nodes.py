@@ -46,7 +46,7 @@ def differentiated(op: OpOverload, below: Function | None = None) -> Function:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten(positional(op, args, kwargs))
-        if not _is_differentiated(leaves):
+        if not is_differentiated(leaves):
             with AutoDispatchBelowAutograd():
                 return below(*args, **kwargs)
         places = [k for k, value in enumerate(leaves) if isinstance(value, torch.Tensor)]
@@ -62,7 +62,8 @@ def differentiated(op: OpOverload, below: Function | None = None) -> Function:
     return kernel
 
 
-def _is_differentiated(values: Iterable[Any]) -> bool:
+def is_differentiated(values: Iterable[Any]) -> bool:
+    """Whether a call with these arguments is to have a node, at the innermost level."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if in_forward_mode() or at_jvp():
         return bool(tensors)

@@ -78,7 +78,8 @@ def test_the_ledger_is_whole() -> None:
 def test_every_row_has_one_status() -> None:
     counts = Counter(e.status for e in rows())
     assert sum(counts.values()) == 303
-    assert set(counts) == set(STATUSES)
+    assert set(counts) <= set(STATUSES)
+    assert not counts["open"]
     assert all(bool(e.rules) == (e.status == "ported") for e in rows())
     assert all(e.row.reason for e in rows() if e.status == "out of scope")
     assert not any(e.row.reason for e in rows() if e.status == "open")
