@@ -162,9 +162,16 @@ def test_export(strict: bool) -> None:
     assert_close(x.grad, grad(lambda x: plain_swish(x).sum())(x.detach()))
 
 
-@pytest.mark.parametrize("fake", [None, lambda x, y: (x, torch.empty_like(x))], ids=str)
 @pytest.mark.parametrize(
-    "backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+    "fake", [None, lambda x, y: (x, torch.empty_like(x))], ids=["traced", "opaque"]
+)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "",
+        "aot_eager",
+        *(pytest.param(b, marks=pytest.mark.sweep) for b in ("inductor", "normpass")),
+    ],
 )
 def test_an_argument_that_is_written_to(fake: Any, backend: str) -> None:
     halved = normpass.as_op(single.Halved, fake=fake)
