@@ -20,7 +20,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from normpass.benchmarks import calibrate, compile_time, model_steps, second_order, vmap
+from normpass.benchmarks import (
+    calibrate,
+    compile_time,
+    ensembles,
+    model_steps,
+    second_order,
+    vmap,
+)
 from normpass.benchmarks.cases import (
     DTYPES,
     NORMS,
@@ -222,6 +229,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         f"{'; '.join(second_order.PROGRAMS)}",
     )
     group.add_argument(
+        "--ensembles",
+        nargs="*",
+        choices=ensembles.PROGRAMS,
+        metavar="PROGRAM",
+        help="gradients of many models, or for each example, instead, against eager and Inductor: "
+        f"{'; '.join(ensembles.PROGRAMS)}",
+    )
+    group.add_argument(
         "--calibrate",
         action="store_true",
         help="what work costs on this machine instead: decides which norms are fused from now on",
@@ -246,6 +261,7 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "calibrate": (),
     "vmap": ("shape",),
     "second_order": (),
+    "ensembles": (),
     "models": ("dtype", "format", "tiny"),
 }
 
@@ -309,6 +325,9 @@ def instead(args: argparse.Namespace, console: Console) -> int:
     if args.second_order is not None:
         repeats, steady = args.repeats or second_order.REPEATS, not args.system_allocator
         return second_order.run(console, repeats, args.out, args.second_order, steady)
+    if args.ensembles is not None:
+        repeats, steady = args.repeats or ensembles.REPEATS, not args.system_allocator
+        return ensembles.run(console, repeats, args.out, args.ensembles, steady)
     variants = compile_time.REGISTERED if args.registered else compile_time.BACKENDS
     repeats = args.repeats or compile_time.REPEATS
     return compile_time.run(console, args.device, repeats, args.out, variants)

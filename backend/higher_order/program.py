@@ -34,6 +34,25 @@ if TYPE_CHECKING:
     Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
+_set_grad_enabled = torch._C._set_grad_enabled
+
+
+def _enables_grad(graph: Graph) -> bool:
+    """Whether a graph records what it does, some of it, where its caller does not."""
+    nodes = graph.find_nodes(op="call_function", target=_set_grad_enabled)
+    return any(node.args[0] for node in nodes)
+
+
+def _begin_without_grad(gm: GraphModule) -> None:
+    """Has a graph whose caller does not record begin so, wherever it is run."""
+    *_, last = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(last):
+        gm.graph.call_function(_set_grad_enabled, (False,))
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_function(_set_grad_enabled, (True,))
+    gm.recompile()
+
+
 @dataclass
 class Program:
     """A graph that is being compiled, and how to compile its derivatives.
@@ -58,13 +77,17 @@ class Program:
         places = graph.graph.find_nodes(op="placeholder")
         examples = [n.meta.get("example_value", x) for n, x in zip(places, inputs, strict=True)]
         tensors = [x for x in examples if isinstance(x, Tensor)]
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        if not any(x.requires_grad for x in tensors):
+            return None
+        if not (torch.is_grad_enabled() or _enables_grad(graph.graph)):
             return None
         if not all(isinstance(x, FakeTensor) for x in tensors):
             return None
         own = GraphModule(graph, copy.deepcopy(graph.graph))  # Inductor rewrites what it is given
         for node in own.graph.nodes:
             node.meta.pop("example_value", None)
+        if not torch.is_grad_enabled():
+            _begin_without_grad(own)
         own = custom_functions.differentiable(own)
         return cls(own, examples, compile, Autocast.now(), graph.meta.get(HANDED))
 

@@ -275,3 +275,24 @@ def test_a_checkpoint_around_code_that_takes_derivatives(
     right = derivatives(slope(block), X, W, order=order)
     for _ in range(2):
         assert_same(derivatives(ours, X, W, order=order), right)
+
+
+def test_a_graph_that_records_where_its_caller_does_not() -> None:
+    """What comes before it does is a constant, at every order."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        factor = x.square()
+        with torch.enable_grad():
+            return (factor * w.sin() * x).tanh()
+
+    compiled = torch.compile(function, backend="normpass", options={"inner": "eager"})
+    x, w = (torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_() for _ in range(2))
+    found = []
+    for f in (function, compiled):
+        with torch.no_grad():
+            y = f(x, w)
+        assert y.requires_grad
+        first = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in first), (x, w))
+        found.append([*first, *second])
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)

@@ -91,10 +91,21 @@ _TRACED = Case(
     everything=True,
     rows=(6, 9),
 )
+# A graph whose caller does not record and that itself does.
+_RECORDED = Case(
+    (Step("without a tape", 0, (Step("slope", 0, (Step("product"),)),)),),
+    whole=True,
+    returns="one value",
+    order=2,
+    dynamic=False,
+    everything=False,
+    rows=(6,),
+)
 
 
 @settings(max_examples=8, derandomize=True, **QUIET)
 @example(case=_TRACED)
+@example(case=_RECORDED)
 @given(cases())
 def test_random_programs(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     check(case, monkeypatch)
