@@ -52,6 +52,7 @@ from normpass.decomps.activation.torch_internals import (
     wrap_fx_proxy,
 )
 from normpass.decomps.autograd_function import RULES
+from normpass.decomps.torch_versions import FUNCTION_SEES_KEYWORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,7 +118,8 @@ class Functions:
             ours = self.eager or is_included(PYTHON_DISPATCHER)
             return (rule if ours else stock)(*args, **kwargs)
 
-        return call
+        # A frame that Dynamo has given up on may call it with Dynamo still looking.
+        return torch.compiler.disable(call)
 
     def revert(self) -> None:
         """Puts back what was there; what somebody else put there since is theirs."""
@@ -153,7 +155,7 @@ class _Call:
 
     def _is_refused(self) -> bool:
         cls = self.variable.fn_cls
-        if cls.vjp is not Function.vjp:
+        if cls.vjp is not Function.vjp or (self.kwargs and not FUNCTION_SEES_KEYWORDS):
             return True
         read = _Read.by(cls)
         given = [arg.as_proxy() for arg in self.args if arg.is_tensor()]
