@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def installed() -> set[str]:
         internals.NODES: DispatchKey.AutogradCUDA in aten.cumprod.default.py_kernels,
         internals.ZEROS: DispatchKey.ZeroTensor in aten.mul.Tensor.py_kernels,
         internals.FUNCTIONS: HERE in AutogradFunctionVariable.call_apply.__code__.co_filename
-        and all(HERE in rule.__code__.co_filename for rule in _rules_of_levels()),
+        and all(HERE in inspect.unwrap(rule).__code__.co_filename for rule in _rules_of_levels()),
         internals.EAGER: any(HERE in line for line in dumped(aten.native_layer_norm.default)),
         internals.TABLE: decomposition.decompositions[aten.native_layer_norm_backward.default]
         is decompositions()[aten.native_layer_norm_backward.default],
