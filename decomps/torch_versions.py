@@ -55,8 +55,8 @@ MIOPEN_META_IS_RIGHT = RELEASE > (2, 11)
 # Dynamo traces a Hessian of several arguments.
 HESSIAN_OF_SEVERAL_COMPILES = RELEASE > (2, 11)
 
-# Dynamo gives an autograd.Function's setup_context the arguments that are given by name.
-FUNCTION_SEES_KEYWORDS = RELEASE > (2, 11)
+# autograd.Function.apply takes arguments by name.
+FUNCTION_TAKES_KEYWORDS = RELEASE > (2, 11)
 
 # c10/core/ScalarType.h: numbers of the dtypes that torch 2.11 hands to an operator in Python as
 # such where its schema says ScalarType[] (later versions hand it dtypes).

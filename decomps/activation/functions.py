@@ -52,7 +52,6 @@ from normpass.decomps.activation.torch_internals import (
     wrap_fx_proxy,
 )
 from normpass.decomps.autograd_function import RULES
-from normpass.decomps.torch_versions import FUNCTION_SEES_KEYWORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,8 +150,6 @@ class _Call:
         variable, cls = self.variable, self.variable.fn_cls
         if cls.jvp is not Function.jvp:  # nobody asks for it here
             variable = type(variable)(_without_jvp(cls), source=variable.source)
-        if not FUNCTION_SEES_KEYWORDS:
-            self._place_keywords()
         return stock(variable, self.tx, self._with_defaults(), self.kwargs)
 
     def _is_refused(self) -> bool:
@@ -214,15 +211,6 @@ class _Call:
             hints=[f"{todo}.", "Or compile without fullgraph=True: eager mode runs it then."],
             **_SKIPPED,
         )
-
-    def _place_keywords(self) -> None:
-        """Gives by position what is given by name, wherever nothing is left out between."""
-        names = [*inspect.signature(self.variable.fn_cls.forward).parameters][len(self.args) :]
-        for name in names:
-            if name not in self.kwargs:
-                return
-            self.args = [*self.args, self.kwargs[name]]
-            self.kwargs = {n: value for n, value in self.kwargs.items() if n != name}
 
     def _with_defaults(self) -> list[Any]:
         """The arguments with the values of those that were left out, as `apply` completes them."""

@@ -14,6 +14,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd import Function
 
 import normpass
+from normpass.decomps.torch_versions import FUNCTION_TAKES_KEYWORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,8 +206,9 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a vjp": lambda x, w: OwnVjp.apply(x, w),
     "gradients not materialized": lambda x, w: Unmaterialized.apply(x, w)[0],
     "a default": lambda x, w: Numbers.apply(x, 2, 1.5) * w,
-    "keywords": lambda x, w: Plain.apply(x, w=w),
 }
+if FUNCTION_TAKES_KEYWORDS:
+    REFUSED["keywords"] = lambda x, w: Plain.apply(x, w=w)
 
 
 @pytest.mark.parametrize("case", REFUSED)
