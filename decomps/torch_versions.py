@@ -55,6 +55,9 @@ MIOPEN_META_IS_RIGHT = RELEASE > (2, 11)
 # Dynamo traces a Hessian of several arguments.
 HESSIAN_OF_SEVERAL_COMPILES = RELEASE > (2, 11)
 
+# Dynamo can be told to leave a whole frame to eager mode, and not to go on after a graph break.
+FRAMES_CAN_BE_SKIPPED = RELEASE > (2, 11)
+
 # autograd.Function.apply takes arguments by name.
 FUNCTION_TAKES_KEYWORDS = RELEASE > (2, 11)
 

@@ -14,7 +14,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd import Function
 
 import normpass
-from normpass.decomps.torch_versions import FUNCTION_TAKES_KEYWORDS
+from normpass.decomps.torch_versions import FRAMES_CAN_BE_SKIPPED, FUNCTION_TAKES_KEYWORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,7 +118,8 @@ def test_a_tensor_that_is_no_argument() -> None:
     """An error that says what to do; without fullgraph=True, eager mode's numbers."""
     x, w = torch.randn(3), torch.randn(3)
     f = func.grad(lambda x, w: Shifted.apply(x, w).sum())
-    torch.testing.assert_close(torch.compile(f, backend="eager")(x, w), f(x, w))
+    if FRAMES_CAN_BE_SKIPPED:
+        torch.testing.assert_close(torch.compile(f, backend="eager")(x, w), f(x, w))
     torch._dynamo.reset()
     with pytest.raises(Exception, match="Expected every tensor that Shifted computes") as caught:
         torch.compile(f, backend="eager", fullgraph=True)(x, w)
@@ -147,7 +148,8 @@ def test_an_argument_that_is_an_object() -> None:
 
     x, holder = torch.randn(3), Holder(2.0)
     f = func.grad(lambda x: OfHolder.apply(x, holder).sum())
-    torch.testing.assert_close(torch.compile(f, backend="eager")(x), torch.full((3,), 7.0))
+    if FRAMES_CAN_BE_SKIPPED:
+        torch.testing.assert_close(torch.compile(f, backend="eager")(x), torch.full((3,), 7.0))
     torch._dynamo.reset()
     leaf = x.clone().requires_grad_()
     plain = torch.compile(OfHolder.apply, backend="eager", fullgraph=True)
