@@ -82,7 +82,9 @@ def register(eager: bool = False, running_stats: str = "error") -> None:
         eager: the same rules in eager mode, for torch.func and for torch.autograd; a norm's
             forward and backward then take 5 to 10 microseconds more. Once asked for, it stays
             until `unregister()`.
-        running_stats: what a batched norm with unbatched running statistics does in training.
+        running_stats: what batch norm in training does under vmap with running statistics that
+            the examples share: "error", with functorch's text, or "mean", one update with the mean
+            of the examples' statistics. It holds until `unregister()`.
 
     Raises:
         ValueError: for a value of `running_stats` that does not exist; the message lists them.

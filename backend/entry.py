@@ -46,7 +46,11 @@ from normpass.backend.options import Options
 from normpass.backend.runtime import kernel
 from normpass.backend.traffic import traffic
 from normpass.decomps import digest, registry
-from normpass.decomps.activation import is_registered, without_ours
+from normpass.decomps.activation import (
+    averages_running_statistics,
+    is_registered,
+    without_ours,
+)
 from normpass.decomps.activation.inductor_state import as_tuple
 from normpass.passes import faults, saved
 from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
@@ -215,7 +219,8 @@ class _Pass(CustomGraphPass):
             return None
         # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
         machine = conditions_of("cpu"), gemm.is_faster()
-        parts = source_digest(), self.settings, is_registered(), machine, others
+        rules = is_registered(), averages_running_statistics()
+        parts = source_digest(), self.settings, rules, machine, others
         return f"normpass {parts} {inductor_mistakes.key()}"
 
 

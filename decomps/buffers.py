@@ -25,10 +25,19 @@ RUNNING_STATISTICS_NOT_BATCHED = (
 )
 
 
-def assign(buffer: Tensor, value: Tensor, refusal: str) -> None:
+class RunningStatistics:
+    """What examples do with running statistics that they share: raise an error, or update them once
+    with the mean of their statistics, as `register(running_stats="mean")` asks for.
+    """
+
+    are_averaged = False
+
+
+def assign(buffer: Tensor, value: Tensor, refusal: str | None) -> None:
     """buffer <- value, without derivatives.
 
-    Raises RuntimeError(refusal) where a level of vmap has batched the value and not the buffer.
+    Where a level of vmap has batched the value and not the buffer: the mean of the examples, or
+    with a refusal RuntimeError(refusal).
     """
     # Below autograd too: in forward mode even a detached value has a tangent.
     with below(buffer, value, refusal) as (to, plain), AutoDispatchBelowAutograd():
@@ -43,4 +52,5 @@ def averaged(running: Tensor, new: Tensor, momentum: float) -> Tensor:
 def update(running: Tensor | None, new: Tensor, momentum: float) -> None:
     """running <- (1 - momentum) * running + momentum * new, in place; nothing where it is None."""
     if running is not None:
-        assign(running, averaged(running, new, momentum), RUNNING_STATISTICS_NOT_BATCHED)
+        refusal = None if RunningStatistics.are_averaged else RUNNING_STATISTICS_NOT_BATCHED
+        assign(running, averaged(running, new, momentum), refusal)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     # Changes something more of torch's, and returns what puts it back.
     Also = Callable[[], Callable[[], None]]
 
-RUNNING_STATS = ("error",)
+RUNNING_STATS = ("error", "mean")
 
 
 @dataclass(eq=False)
@@ -54,6 +54,7 @@ class _Holder:
     graph_pass: GraphPass | None
     eager: bool
     also: Also | None = None
+    running_stats: str = "error"
 
 
 @dataclass
@@ -69,6 +70,11 @@ class _State:
         return [*([self.explicit] if self.explicit else []), *self.blocks]
 
     @property
+    def averages(self) -> bool:
+        """Whether somebody wants the mean of running statistics."""
+        return any(holder.running_stats == "mean" for holder in self.holders)
+
+    @property
     def wanted_pass(self) -> GraphPass | None:
         """The pass of whoever came last and brought one."""
         return next((h.graph_pass for h in reversed(self.holders) if h.graph_pass), None)
@@ -81,6 +87,7 @@ class _State:
             if self.installed is not None:
                 self.installed.in_eager_mode(any(holder.eager for holder in self.holders))
                 self.installed.with_also(next((h.also for h in self.holders if h.also), None))
+                self.installed.with_means(self.averages)
         except BaseException:
             self.explicit = None
             self.blocks.clear()
@@ -119,6 +126,9 @@ def register(
     also: called once with the rules installed, for what a later stage changes in torch; what it
     returns is called when they are taken out.
 
+    running_stats: what batch norm in training does under vmap with running statistics that the
+    examples share. "error": functorch's. "mean": one update, with the mean of their statistics.
+
     Raises ValueError for an unknown running_stats. Warns (RuntimeWarning) of private names that
     this torch lacks, and leaves out what depends on them.
     """
@@ -127,6 +137,8 @@ def register(
         if _STATE.explicit is None:
             _STATE.explicit = _Holder(None, eager=False)
         _STATE.explicit.eager |= eager
+        if running_stats != "error":
+            _STATE.explicit.running_stats = running_stats
         if post_grad_pass is not None:
             _STATE.explicit.graph_pass = post_grad_pass
         if also is not None:
@@ -155,7 +167,7 @@ def registered(
     Blocks may overlap in several threads: the last one to end puts torch's state back.
     """
     _check(running_stats)
-    block = _Holder(post_grad_pass, eager, also)
+    block = _Holder(post_grad_pass, eager, also, running_stats)
     with _STATE.lock:
         _STATE.blocks.append(block)
         _STATE.sync()
@@ -180,6 +192,12 @@ def is_registered() -> bool:
     """Whether the rules are installed in this process."""
     with _STATE.lock:
         return _STATE.installed is not None
+
+
+def averages_running_statistics() -> bool:
+    """Whether `running_stats="mean"` is asked for."""
+    with _STATE.lock:
+        return _STATE.averages
 
 
 def without_ours(passes: Any) -> Any:
@@ -268,8 +286,15 @@ class _Installed:
             self.undo_also()
             self.undo_also = None
 
+    def with_means(self, wanted: bool) -> None:
+        """Whether running statistics that examples share are updated with a mean."""
+        from normpass.decomps.buffers import RunningStatistics
+
+        RunningStatistics.are_averaged = wanted
+
     def uninstall(self) -> None:
         self.with_also(None)
+        self.with_means(False)
         self.in_eager_mode(False)
         if self.rules is not None:
             self.rules.revert()

@@ -260,17 +260,20 @@ def _unwrapped(value: Tensor, level: int) -> tuple[Tensor, int | None]:
 
 
 @contextlib.contextmanager
-def below(target: Tensor, value: Tensor, refusal: str) -> Iterator[tuple[Tensor, Tensor]]:
+def below(target: Tensor, value: Tensor, refusal: str | None) -> Iterator[tuple[Tensor, Tensor]]:
     """A block below all levels, with the two tensors as they are there: batch axes first, in the
     same order in both, of size one where the value has none.
 
-    Raises RuntimeError(refusal) where a level of vmap has batched the value and not the target.
+    Where a level of vmap has batched the value and not the target, the value is the mean of the
+    examples'; or, with a refusal, that raises RuntimeError(refusal).
     """
     with contextlib.ExitStack() as lowered:
         for level in _each(lowered):
             (target, front), (value, dim) = _unwrapped(target, level), _unwrapped(value, level)
             if front is None and dim is not None:
-                raise RuntimeError(refusal)
+                if refusal is not None:
+                    raise RuntimeError(refusal)
+                value = value.mean(dim)
             if front is not None:
                 target = target.movedim(front, 0)
                 value = value.unsqueeze(0) if dim is None else value.movedim(dim, 0)

@@ -15,7 +15,12 @@ import torch
 
 from normpass.decomps.axes import per_channel, size_of
 from normpass.decomps.batching import any_of, front, fronts, typed_as
-from normpass.decomps.buffers import RUNNING_STATISTICS_NOT_BATCHED, averaged, update
+from normpass.decomps.buffers import (
+    RUNNING_STATISTICS_NOT_BATCHED,
+    RunningStatistics,
+    averaged,
+    update,
+)
 from normpass.decomps.conventions import working, working_dtype
 from normpass.decomps.manual import Gradient, Mask3, Tangent, Weight, manual
 from normpass.decomps.norms.standardized import (
@@ -186,7 +191,13 @@ def _new_running(
     x_dim, own = dims[0], dims[3:]
     shared = any(v is not None and d is None for v, d in zip(running, own, strict=True))
     if training and not functional and shared and x_dim is not None:
-        raise RuntimeError(RUNNING_STATISTICS_NOT_BATCHED)
+        if not RunningStatistics.are_averaged:
+            raise RuntimeError(RUNNING_STATISTICS_NOT_BATCHED)
+        mean, var = (
+            statistic if dim is not None else statistic.mean(0, keepdim=True)
+            for statistic, dim in zip(new, own, strict=True)
+        )
+        new = mean, var
     results = []
     for value, dim, statistic in zip(running, own, new, strict=True):
         if value is None:

@@ -271,7 +271,7 @@ def test_a_torch_that_cannot_be_changed_stays_unchanged(
 
 
 def test_running_stats() -> None:
-    with pytest.raises(ValueError, match="expected one of 'error'; found 'update'"):
+    with pytest.raises(ValueError, match="expected one of 'error', 'mean'; found 'update'"):
         register(running_stats="update")
     assert not is_registered()
 

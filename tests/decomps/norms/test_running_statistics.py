@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.func import grad
+from torch.nn import functional as F
 
+from normpass.backend.entry import fusion_pass
+from normpass.decomps.activation import registered
 from normpass.decomps.registry import batch_rule, find_op
 
 if TYPE_CHECKING:
@@ -198,3 +202,65 @@ def test_running_statistics_of_an_outer_vmap(inner: Callable[..., Any]) -> None:
     assert_same([mean], [0.3 * x.mean((2, 4))])
     with pytest.raises(RuntimeError, match="which will be updated in place, were not batched"):
         torch.vmap(lambda x: trained(x, mean[0], var[0]))(x)
+
+
+# --- register(running_stats="mean") -------------------------------------------------------------
+
+
+def shared(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return F.batch_norm(x, mean, var, training=True, momentum=0.3)
+
+
+SHARED: dict[str, Callable[..., Any]] = {
+    "first": torch.vmap(shared, (0, None, None)),
+    "last": lambda x, *buffers: torch.vmap(shared, (-1, None, None))(x.movedim(0, -1), *buffers),
+    "two levels": lambda x, *buffers: torch.vmap(
+        torch.vmap(shared, (0, None, None)), (0, None, None)
+    )(x.unflatten(0, (1, -1)), *buffers),
+    "gradients": torch.vmap(
+        grad(lambda x, *buffers: shared(x, *buffers).sin().sum()), (0, None, None)
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", SHARED)
+def test_what_examples_share_is_updated_once_with_their_mean(
+    name: str, backend: str | None
+) -> None:
+    x = torch.randn(V, N, C, S, dtype=torch.float64)
+    mean, var = statistics(C)
+    rows = x.transpose(1, 2).flatten(2)
+    right = 0.3 * rows.mean((0, 2)), 0.7 + 0.3 * rows.var(2).mean(0)
+    function = SHARED[name]
+    with registered(eager=backend is None, running_stats="mean"):
+        if backend:
+            torch._dynamo.reset()
+            function = torch.compile(function, backend=backend, fullgraph=True)
+        function(x, mean, var)
+    assert_same((mean, var), right)
+
+
+def test_one_that_is_shared_beside_one_that_is_not() -> None:
+    x, mean, var = batched((0, None, 0))
+    before, rows = mean.clone(), x.transpose(1, 2).flatten(2)
+    right = 0.7 * before + 0.3 * rows.mean((0, 2)), 0.7 * var + 0.3 * rows.var(2)
+    with registered(running_stats="mean"):
+        rule((0, None, 0), x, mean, var)
+    assert_same((mean, var), right)
+
+
+def test_the_mean_is_taken_as_long_as_somebody_wants_it() -> None:
+    x, mean, var = batched((0, None, None))
+    with registered(eager=True, running_stats="mean"), registered(eager=True):
+        torch.vmap(shared, (0, None, None))(x, mean, var)
+    with registered(eager=True), pytest.raises(RuntimeError, match="were not batched"):
+        torch.vmap(shared, (0, None, None))(x, mean, var)
+
+
+def test_compiled_code_in_caches_is_of_one_of_the_two() -> None:
+    with registered():
+        error = fusion_pass().uuid()
+        with registered(running_stats="mean"):
+            assert fusion_pass().uuid() != error
+        assert fusion_pass().uuid() == error
