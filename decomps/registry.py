@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from normpass.decomps.conventions import Result
 
 Kind = Literal[
-    "decomposition", "autograd", "batching", "zero_tensor", "vjp", "double_backward", "jvp"
+    "decomposition",
+    "autograd",
+    "batching",
+    "autograd_function",
+    "zero_tensor",
+    "vjp",
+    "double_backward",
+    "jvp",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DERIVATIVES: tuple[Kind, ...] = ("vjp", "double_backward", "jvp")

@@ -23,7 +23,7 @@ FILE = "torch/_functorch/autograd_function.py"
 
 
 @register_rule(
-    "batching",
+    "autograd_function",
     name="vmapify_autograd_function",
     source=f"{FILE}: vmapify_autograd_function, WrappedCtx, CtxWithSavedTensors, CtxCustomSave",
     shapes="operands: *s -> results: *t",

@@ -41,8 +41,8 @@ MORE = "For more details, please see https://pytorch.org/docs/main/notes/extendi
 
 
 @register_rule(
-    "autograd",
-    name="custom_function_call",
+    "autograd_function",
+    name="custom_function_call_grad",
     source=f"{FILE}: CustomFunctionHigherOrderOperator, custom_function_call_grad, "
     "generate_single_level_function",
     shapes="operands: *s -> results: *t",
@@ -99,8 +99,8 @@ def _wrapped(
 
 
 @register_rule(
-    "batching",
-    name="custom_function_call",
+    "autograd_function",
+    name="custom_function_call_vmap",
     source=f"{FILE}: custom_function_call_vmap, custom_function_call_vmap_generate_rule",
     shapes="operands: *s -> results: *t",
     why="the class says itself what it does with a batch, or that each method may run over one",

@@ -36,6 +36,8 @@ def own_name(rule: Rule) -> str:
     return rule.op._schema.name.partition("::")[2]
 
 
+# Those of autograd.Functions are for no operator: autograd_function/.
+RULES = [rule for rule in rules() if rule.op is not None]
 LEFT_OUT = {
     "_fused_rms_norm_backward": "no kernel on CPUs",
     "cudnn_batch_norm": "no kernel on CPUs",
@@ -56,9 +58,14 @@ LEFT_OUT = {
     ),
     **{
         own_name(rule): f"tensors of layouts of their own: derivatives/test_{name}.py"
-        for rule in rules()
+        for rule in RULES
         for name in ("sparse", "nested")
         if inspect.unwrap(rule.function).__module__.endswith(f"derivatives.{name}")
+    },
+    **{
+        own_name(rule): "in eager mode torch's own, or for vmap alone: batching/"
+        for rule in RULES
+        if ".decomps.batching." in inspect.unwrap(rule.function).__module__
     },
 }
 
@@ -88,7 +95,6 @@ def full_name(info: Any) -> str:
     return f"{info.name}.{info.variant_test_name}".rstrip(".")
 
 
-RULES = rules()
 # Slopes and formulas are not what autograd calls: they have cases of their own.
 OPERATORS = sorted(
     {own_name(r) for r in RULES if r.op and r.op.namespace == "aten" and not elementwise(r)}
