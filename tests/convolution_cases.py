@@ -55,6 +55,7 @@ CASES = {
         ("plain", 1, 1, 1, 0),
         ("strided", 2, 1, 1, 1),
         ("dilated", 2, 0, 2, 0),
+        ("padded beyond its strides", 1, 0, 2, 1),  # only where dilation allows it
     )
 }
 

@@ -25,7 +25,6 @@ import sys
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd import Function
@@ -56,6 +55,7 @@ from normpass.decomps.autograd_function import RULES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_WITHOUT_JVP = "_normpass_without_jvp"
 _METHODS = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 # What a context is told that Dynamo's operator does not pass on, or refuses.
 _OF_CONTEXTS = frozenset({"set_materialize_grads", "mark_dirty"})
@@ -228,15 +228,17 @@ class _Call:
 # a level of grad wraps and records. Older versions of torch cannot be told so.
 _SKIPPED = {"skip_frame": True} if "skip_frame" in _parameters(unimplemented) else {}
 
-_WITHOUT_JVP: WeakKeyDictionary[type, type] = WeakKeyDictionary()
-
 
 def _without_jvp(cls: type[Function]) -> type[Function]:
-    """The same Function for Dynamo, which refuses one that has a jvp."""
-    if cls not in _WITHOUT_JVP:
+    """The same Function for Dynamo, which refuses one that has a jvp. It is kept where it is gone
+    with its class: it holds that, as what inherits it.
+    """
+    found: type[Function] | None = cls.__dict__.get(_WITHOUT_JVP)
+    if found is None:
         same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _WITHOUT_JVP[cls] = type(cls.__name__, (cls,), {**same, "jvp": staticmethod(Function.jvp)})
-    return _WITHOUT_JVP[cls]
+        found = type(cls.__name__, (cls,), {**same, "jvp": staticmethod(Function.jvp)})
+        setattr(cls, _WITHOUT_JVP, found)
+    return found
 
 
 @dataclass

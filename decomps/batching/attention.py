@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.decomps.batching import batching_rule, front
+from normpass.decomps.batching import batching_rule, example_sizes, front
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +41,8 @@ def _mask(value: Tensor | None, dim: int | None, size: int, batch: int) -> Tenso
     return value.expand(size, batch, *value.shape[2:]).flatten(0, 1)
 
 
-def _outputs(size: int, *values: Tensor) -> Outputs:
-    return tuple(value.unflatten(0, (size, -1)) for value in values), (0,) * len(values)
+def _outputs(size: int, batch: int, *values: Tensor) -> Outputs:
+    return tuple(value.unflatten(0, (size, batch)) for value in values), (0,) * len(values)
 
 
 @batching_rule(
@@ -67,9 +67,10 @@ def _scaled_dot_product_flash_attention_for_cpu_batch_rule(
     """softmax_m(scale * query @ key^T + mask) @ value"""
     size = info.batch_size
     q, k, v = (_folded(t, d, size) for t, d in zip((query, key, value), in_dims, strict=False))
-    mask = _mask(attn_mask, in_dims[5], size, q.shape[0] // size)
+    batch = example_sizes(query, in_dims[0])[0]
+    mask = _mask(attn_mask, in_dims[5], size, batch)
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    return _outputs(size, *op(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale))
+    return _outputs(size, batch, *op(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale))
 
 
 @batching_rule(
@@ -88,6 +89,7 @@ def _scaled_dot_product_flash_attention_for_cpu_backward_batch_rule(
     size = info.batch_size
     tensors = [_folded(t, d, size) for t, d in zip(args[:6], in_dims, strict=False)]
     dropout_p, is_causal, attn_mask, scale = args[6:]
-    mask = _mask(attn_mask, in_dims[8], size, tensors[0].shape[0] // size)
+    batch = example_sizes(args[1], in_dims[1])[0]
+    mask = _mask(attn_mask, in_dims[8], size, batch)
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return _outputs(size, *op(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale))
+    return _outputs(size, batch, *op(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale))

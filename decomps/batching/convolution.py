@@ -133,9 +133,10 @@ def _moved(value: Tensor, dim: Any, to: int) -> Tensor:
     return value if dim == to else value.movedim(dim, to)
 
 
-def _split(value: Tensor, axis: int, size: int, groups: int = 1, inside: bool = False) -> Batched:
+def _split(
+    value: Tensor, axis: int, size: int, c: int, groups: int = 1, inside: bool = False
+) -> Batched:
     """The inverse of `Batched.merged`."""
-    c = value.shape[axis] // (size * groups)
     if groups == 1:
         return Batched(value.unflatten(axis, (c, size) if inside else (size, c)), axis + inside)
     value = value.unflatten(axis, (groups, size, c)).movedim(axis + 1, axis)
@@ -178,16 +179,16 @@ def _beside_an_axis(
     """One argument has v, which goes beside the axis that the result has too, and alone."""
     (name,) = set(_AXES[result]) & set(_AXES[batched])
     axis, at = conv.axis(batched, name), conv.axis(result, name)
-    groups, inside = conv.groups_of(result, at), False
-    if name == "n":
-        inside = operands[batched].lies_inside(axis)
+    groups, merged = conv.groups_of(result, at), conv.groups_of(batched, axis)
+    inside = name == "n" and operands[batched].lies_inside(axis)
     values = {other: operand.value for other, operand in operands.items()}
-    values[batched] = operands[batched].merged(axis, conv.groups_of(batched, axis), inside)
+    values[batched] = operands[batched].merged(axis, merged, inside)
     if result != "y":
         values[result] = operands[result].like_merged(size, at, groups, inside)
     elif bias is not None and batched == "w":
         bias = Batched(bias, 0).merged(0, groups)
-    return _split(conv(result, **values, bias=bias), at, size, groups, inside)
+    c = operands[batched].sizes[axis] // merged
+    return _split(conv(result, **values, bias=bias), at, size, c, groups, inside)
 
 
 def _outside_of_groups(
@@ -199,7 +200,8 @@ def _outside_of_groups(
         for name, operand in operands.items()
     }
     bias = None if bias is None else bias.flatten()
-    return _split(conv(result, **values, bias=bias, times=size), _GROUPED[result], size)
+    found, axis = conv(result, **values, bias=bias, times=size), _GROUPED[result]
+    return _split(found, axis, size, found.shape[axis] // size)
 
 
 def _one_by_one(
@@ -255,7 +257,7 @@ def convolution(
     if b.is_batched and not w.is_batched:
         y = bilinear(conv, "y", size, operands)
         value, bias = front(y.value, y.dim), front(b.value, b.dim)
-        return value + bias.view(size, 1, -1, *(1,) * (value.dim() - 3)), 0
+        return value + bias.view(size, 1, *bias.shape[1:], *(1,) * (value.dim() - 3)), 0
     bias = b.value
     if bias is not None and w.is_batched:
         bias = front(bias, b.dim).expand(size, -1)

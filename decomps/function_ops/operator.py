@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import threading
 import uuid
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -279,7 +280,13 @@ def _wrapped(level: BatchLevel, out: Any, dims: Any) -> Any:
 def _code(function: Callable[..., Any]) -> str:
     """What tells a function from another that has its place."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return "" if code is None else f"{code.co_code.hex()}{code.co_names}"
+    return "" if code is None else _text(code)
+
+
+def _text(code: CodeType) -> str:
+    """Of code what it does, and not where it stands."""
+    constants = (_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+    return f"{code.co_code.hex()}{code.co_names}{', '.join(constants)}"
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:

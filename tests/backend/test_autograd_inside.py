@@ -17,7 +17,7 @@ from torch.autograd import grad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from normpass.backend.higher_order.inside import takes_derivatives
+from normpass.backend.higher_order.inside import transforms
 from normpass.decomps.activation import is_registered
 
 if TYPE_CHECKING:
@@ -233,15 +233,15 @@ def forward_mode(x: Tensor) -> Tensor:
         (lambda x: torch.func.jacrev(torch.sin)(x), True),
         (lambda x: checkpoint(forward_mode, x, use_reentrant=False), True),
         (lambda x: checkpoint(torch.sin, x, use_reentrant=False), False),
-        (lambda x: torch.func.vmap(torch.sin)(x), False),
+        (lambda x: torch.func.vmap(torch.sin)(x), True),
         (lambda x: x.sin(), False),
     ],
 )
-def test_which_graphs_take_derivatives(function: Callable[[Tensor], Tensor], takes: bool) -> None:
+def test_which_graphs_have_transforms(function: Callable[[Tensor], Tensor], takes: bool) -> None:
     seen: list[bool] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
-        seen.append(takes_derivatives(graph))
+        seen.append(transforms(graph))
         return lambda *inputs: inputs[:1]
 
     torch.compile(function, backend=backend, fullgraph=True)(numbers(3))

@@ -14,6 +14,7 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.testing import assert_close
 
 import normpass
+from normpass.decomps.function_ops import operator
 from normpass.decomps.torch_versions import HESSIAN_OF_SEVERAL_COMPILES
 
 if TYPE_CHECKING:
@@ -201,3 +202,19 @@ def test_an_argument_that_is_written_to(fake: Any, backend: str) -> None:
         vmap(lambda x: halved(x, x)[1])(X.clone())
     with pytest.raises(RuntimeError, match="writes to a tensor that is no variable"):
         grad(lambda y: halved(written, y)[1].sum())(X)
+
+
+def test_another_kernel_for_fake_tensors_is_another_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor's cache knows an operator by its name, and other constants are other shapes."""
+
+    def name(fake: Callable[..., Any]) -> str:
+        monkeypatch.setattr(operator, "_names", set())  # as in another process
+        function = type("InNumPy", (single.WithoutFake,), {"__module__": __name__})
+        return normpass.as_op(function, fake=fake).operator(X)[0].name()
+
+    small, large = lambda x: x.new_empty(3000), lambda x: x.new_empty(4000)
+    assert name(small) != name(large)
+    with pytest.raises(RuntimeError, match="with the same name and overload"):
+        name(small)

@@ -50,6 +50,11 @@ CALLS = {
     "div, integers": lambda f, z: f(aten.div.Tensor)(z(4, dtype=torch.int64), X.long()),
     "div, by zero": lambda f, z: f(aten.div.Tensor)(X, z(3, 4)),
     "div, zero by zero": lambda f, z: f(aten.div.Tensor)(z(3, 4), z(4)),
+    "mul, a number": lambda f, z: f(aten.mul.Tensor)(z(3, 4), 2.5),
+    "add, a number": lambda f, z: f(aten.add.Tensor)(z(3, 4), 2.5, alpha=3),
+    "add, an integer to integers": lambda f, z: f(aten.add.Tensor)(z(4, dtype=torch.int64), 2),
+    "sub, a number": lambda f, z: f(aten.sub.Tensor)(z(3, 4), 2, alpha=3),
+    "div, by a number": lambda f, z: f(aten.div.Tensor)(z(4, dtype=torch.int64), 4),
     "linalg_cross": lambda f, z: f(aten.linalg_cross.default)(X, z(3, 4), dim=0),
 }
 

@@ -249,3 +249,22 @@ def test_our_backend_has_the_rules_where_a_graph_takes_derivatives() -> None:
     compile = partial(torch.compile, backend="normpass", fullgraph=True)
     assert orders.outcome("LayerNorm", "grad_grad_grad", compile) == "right"
     assert not is_registered()
+
+
+def test_our_backend_has_the_rules_where_a_graph_maps_over_a_batch() -> None:
+    torch._dynamo.reset()
+    key, table = DispatchKey.FuncTorchBatched, aten.native_group_norm.default.py_kernels
+    seen: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        with entry.rules_if_asked_for(graph):
+            seen.append(key in table)
+        return graph.forward
+
+    x, w = torch.randn(3, 2, 4, 5), torch.randn(3, 4)
+    norm = vmap(lambda x, w: F.group_norm(x, 2, w))
+    torch.compile(norm, backend=backend, fullgraph=True)(x, w)
+    assert seen == [True]
+    assert key not in table
+    found = torch.compile(norm, backend="normpass", fullgraph=True)(x, w)
+    torch.testing.assert_close(found, norm(x, w))

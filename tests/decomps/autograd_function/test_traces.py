@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -238,3 +240,18 @@ def test_dynamic_sizes() -> None:
         x = torch.randn(size, 4, dtype=torch.float64)
         torch.testing.assert_close(f(x), 6 * x * x)
     assert counter.frame_count == 1
+
+
+def test_a_class_that_was_compiled_is_given_back() -> None:
+    """Dynamo is shown another class in place of one that has a jvp; it goes with it."""
+
+    def once() -> weakref.ref[type]:
+        own = type("Own", (OwnJvp,), {})
+        x = torch.arange(3.0, requires_grad=True)
+        torch.compile(lambda x: own.apply(x, x * 2), backend="eager", fullgraph=True)(x)
+        return weakref.ref(own)
+
+    gone = once()
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None

@@ -6,6 +6,7 @@ import operator
 import re
 import sys
 from itertools import product
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-SAMPLED = ("2d_groups1_plain", "2d_groups2_strided", "2d_transposed_groups2_strided")
+SAMPLED = (
+    "2d_groups1_plain",
+    "2d_groups2_strided",
+    "2d_transposed_groups2_strided",
+    "1d_transposed_groups1_padded beyond its strides",
+)
 NAMES = [pytest.param(n, marks=[] if n in SAMPLED else pytest.mark.sweep) for n in CASES]
 MASKS = list(product((True, False), repeat=3))
 
@@ -210,15 +216,131 @@ def test_nothing_is_copied_that_lies_right() -> None:
     numbers = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     x, w, y = torch.randn(V, 2, 8, 32, 32), torch.randn(V, 4, 8, 3, 3), torch.randn(V, 2, 4, 32, 32)
     beside, forward = torch.randn(2, V, 8, 32, 32), aten.convolution.default
+    inside = torch.randn(2, V, 4, 32, 32)
     backward, dx, dw = aten.convolution_backward.default, [True, False, False], [False, True, False]
     one = torch.randn(V, 1, 4, 32, 32), torch.randn(V, 1, 8, 32, 32)
     cases = {
         "y of examples": (forward, (x, w[0], None, *numbers), (0, None)),
         "y of models, for one image": (forward, (x[0], w, None, *numbers), (None, 0)),
         "y of models": (forward, (beside, w, None, *numbers), (1, 0)),
+        "y of examples, inside of the images": (forward, (beside, w[0], None, *numbers), (1, None)),
+        "dx of those": (backward, (inside, beside, w[0], None, *numbers, dx), (1, 1, None)),
         "dx of examples": (backward, (y, x, w[0], None, *numbers, dx), (0, 0, None)),
         "dw of examples": (backward, (*one, w[0], None, *numbers, dw), (0, 0, None)),
     }
     text = "\n".join(f"{name}\n{graph(*case)}" for name, case in cases.items())
     assert not re.search("clone|copy|cat|stack", text), text
     assert_snapshot("batching/convolution.txt", text + "\n")
+
+
+# --- dtypes, sizes and errors -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_less_accurate_than_the_operator(dtype: torch.dtype) -> None:
+    case = CASES["2d_groups1_strided"]
+    x, w, b = (over_v(t.to(dtype), 0) for t in case.tensors(torch.float32))
+    (y,) = loop(lambda *a: aten.convolution(*a, *case.numbers), (x, w, b), (0, 0, 0))
+    g = torch.randn_like(y)
+    for op, args in (
+        (aten.convolution.default, (x, w, b, *case.numbers)),
+        (aten.convolution_backward.default, (g, x, w, [3], *case.numbers, [True] * 3)),
+    ):
+        dims = (0, 0, 0, *(None,) * (len(args) - 3))
+        outs, out_dims = batch_rule(op)(INFO, dims, *args)
+        exact = loop(op, [a.double() if isinstance(a, torch.Tensor) else a for a in args], dims)
+        rows = zip(stacked(outs, out_dims), loop(op, args, dims), exact, strict=True)
+        for found, theirs, right in rows:
+            assert found.dtype == dtype
+            scale = 2 * torch.finfo(dtype).eps * right.abs().max()
+            assert (found - right).abs().max() <= (theirs - right).abs().max() + scale
+
+
+def test_a_number_for_all_axes() -> None:
+    case, one = CASES["2d_groups1_plain"], ([1], [1], [1], False, [0], 1)
+    x, w, b = case.tensors()
+    for dims in batchings(2):
+        values = [over_v(t, d) for t, d in zip((x, w), dims, strict=True)]
+        check(aten.convolution.default, [*values, b, *one], dims)
+    g = torch.randn_like(aten.convolution(x, w, b, *one))
+    values = [over_v(t, 0) for t in (g, x, w)]
+    check(aten.convolution_backward.default, [*values, [3], *one, [True] * 3], (0, 0, 0))
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (None, None, 0)], ids=str)
+def test_no_examples(dims: tuple[int | None, ...]) -> None:
+    """torch's own rule says that there are no images either, where it does not fail."""
+    case = CASES["2d_groups1_plain"]
+    tensors = case.tensors()
+    y = aten.convolution(*tensors, *case.numbers)
+    values = [
+        t if d is None else t.new_empty(0, *t.shape) for t, d in zip(tensors, dims, strict=True)
+    ]
+    info = SimpleNamespace(batch_size=0, randomness="error")
+    rule = batch_rule(aten.convolution.default)
+    (found,), (dim,) = rule(info, (*dims, *(None,) * 6), *values, *case.numbers)
+    assert dim is not None
+    assert found.movedim(dim, 0).shape == (0, *y.shape)
+
+
+def channels_of_its_own(x: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:2], x.shape[2] + 1, *x.shape[3:])
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "channels": lambda x, w, b: (channels_of_its_own(x), w, b),
+    "axes": lambda x, w, b: (x[..., 0], w, b),
+    "a window beyond the image": lambda x, w, b: (x[..., :1, :1], w, b),
+    "a bias too long": lambda x, w, b: (x, w, torch.cat([b, b], -1)),
+    "dtypes": lambda x, w, b: (x, w.float(), b),
+}
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_an_error_with_torchs_text(
+    name: str, dims: tuple[int | None, ...]
+) -> None:
+    case = CASES["2d_groups1_dilated"]
+    x, w, b = WRONG[name](*(over_v(t, 0) for t in case.tensors()))
+    values = [t if d == 0 else t[0] for t, d in zip((x, w, b), dims, strict=True)]
+
+    def convolve(*tensors: Tensor) -> Tensor:
+        return aten.convolution(*tensors, *case.numbers)
+
+    with pytest.raises(RuntimeError) as theirs:
+        vmap(convolve, dims)(*values)
+    with pytest.raises(RuntimeError) as ours:
+        batch_rule(aten.convolution.default)(INFO, (*dims, *(None,) * 6), *values, *case.numbers)
+    if (name, dims[2]) == ("a bias too long", 0):  # theirs adds it, and says that it cannot
+        assert "expected bias to be 1-dimensional with 9 elements" in str(ours.value)
+    else:
+        assert str(ours.value).partition("\n")[0] == str(theirs.value).partition("\n")[0]
+
+
+# --- as users run them --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["inductor", "normpass"])
+def test_channels_last(backend: str) -> None:
+    """An ensemble, and each example by itself, whose images lie with their channels last."""
+    x = torch.randn(V, 4, 9, 9, 6).permute(0, 1, 4, 2, 3)
+    w, b = torch.randn(V, 8, 6, 3, 3), torch.randn(V, 8)
+
+    def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.group_norm(F.conv2d(x, w, b, padding=1), 2).sin().square().sum()
+
+    def both(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        models = vmap(grad(loss, (0, 1, 2)))(x, w, b)
+        examples = vmap(grad(lambda x: loss(x[None], w[0], b[0])))(x[0])
+        weights = vmap(grad(lambda w, x: loss(x[None], w, b[0])), (None, 0))(w[0], x[0])
+        return models, examples, weights
+
+    right = both(x.double(), w.double(), b.double())
+    with registered():
+        found = torch.compile(both, backend=backend, fullgraph=True)(x, w, b)
+    eager = both(x, w, b)
+    for ours, theirs, exact in zip(*map(tree_leaves, (found, eager, right)), strict=True):
+        scale = torch.finfo(torch.float32).eps * exact.abs().max()
+        assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 4 * scale
