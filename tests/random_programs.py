@@ -9,6 +9,7 @@ and instance norm are wrong from the third on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,6 +167,7 @@ class Program(nn.Module):
         is_compiled: bool,
     ) -> None:
         super().__init__()
+        self.__class__ = _with_code_of_its_own(Program)
         self.steps, self.shared, self.written_out = steps, parameters, not is_compiled
         compile = [step.compiled and not oracle for step in steps]
         self.inside = nn.ModuleList(
@@ -187,6 +189,15 @@ class Program(nn.Module):
             else:
                 x = STEPS[step.name](x, w)
         return x
+
+
+def _with_code_of_its_own(cls: type[nn.Module]) -> type[nn.Module]:
+    """A class like this one. What Dynamo finds out about a frame, such as that it is not to be
+    compiled, it keeps with its code, which blocks of one class share: a block's checkpoint would be
+    recomputed by other code than it was recorded with.
+    """
+    code = cls.forward.__code__.replace()
+    return type(cls.__name__, (cls,), {"forward": FunctionType(code, cls.forward.__globals__)})
 
 
 class Returning(nn.Module):

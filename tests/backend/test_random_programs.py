@@ -9,14 +9,14 @@ import torch
 from higher_order_cases import IGNORED, numbers, results, weighted
 from hypothesis import HealthCheck, assume, example, given, settings
 from random_programs import Case, Step, cases, oracle, parameters, program
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from normpass.backend.higher_order import handover
 from normpass.passes import faults
 
 if TYPE_CHECKING:
     from typing import Any
-
-    from torch import Tensor
 
 pytestmark = IGNORED
 QUIET: dict[str, Any] = {
@@ -109,6 +109,40 @@ _RECORDED = Case(
 @given(cases())
 def test_random_programs(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     check(case, monkeypatch)
+
+
+class Broken(nn.Module):
+    def __init__(self, breaks: int) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.breaks):
+            torch._dynamo.graph_break()
+        return x.sin()
+
+
+def test_torch_recomputes_what_it_has_compiled_with_other_code() -> None:
+    """A mistake of torch's, at first order and with any backend: a frame that breaks in a loop is
+    not compiled any more, nor is then any other of the same code, and a checkpoint that recorded
+    one as compiled code runs it in eager mode. Random programs' blocks have code of their own.
+    """
+    torch._dynamo.reset()
+    ran: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*inputs: Tensor) -> Any:
+            ran.append("compiled")
+            return graph.forward(*inputs)
+
+        return run
+
+    x = torch.randn(3, requires_grad=True)
+    whole, broken = (torch.compile(Broken(breaks), backend=backend) for breaks in (0, 1))
+    y = checkpoint(whole, x, use_reentrant=False)
+    assert ran == ["compiled"]
+    checkpoint(broken, y, use_reentrant=False).sum().backward()
+    assert ran == ["compiled"]  # and not once more
 
 
 @pytest.mark.sweep
