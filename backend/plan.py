@@ -37,5 +37,5 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     inner = local | {vector} if small else local
     order = (*choose_order(region, axes, accesses, inner, vector, machine), *small)
     region = split_reductions(region, order)
-    body = Scheduler(region, order, accesses, machine).plan()
+    body = Scheduler(region, order, accesses, machine, vector, local).plan()
     return Plan(region, order, vector, local, body, numel)

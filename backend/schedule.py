@@ -62,7 +62,10 @@ class Scheduler:
         order: Sequence[LoopAxis],
         accesses: Mapping[str, Access],
         machine: Machine,
+        vector: str,
+        local: frozenset[str],
     ) -> None:
+        self.vector, self.local = vector, local
         self.region = region
         self.order = order
         self.accesses = accesses
@@ -98,7 +101,24 @@ class Scheduler:
         """
         first = min(self.depth_of[axis] for axis in op.axes)
         varies = self.region.varies[str(op.args[0])]
-        return max((d for axis in varies if (d := self.depth_of[axis]) < first), default=0)
+        around = [axis for axis in varies if self.depth_of[axis] < first]
+        if self.is_shared_out(op, around):
+            return 0
+        return max((self.depth_of[axis] for axis in around), default=0)
+
+    def is_shared_out(self, op: Op, around: Sequence[str]) -> bool:
+        """Whether the rows that a sum adds up are divided among workers although it closes inside
+        of other loops, which have too few elements for a machine: the weight's gradients of some
+        examples. Each worker has a part of all sums then, and there is as much to divide as there
+        are rows.
+        """
+        hint = {axis.name: axis.hint for axis in self.order}
+        return (
+            self.local.isdisjoint((*around, *op.axes))
+            and self.depth_of[self.vector] > max(self.depth_of[axis] for axis in op.axes)
+            and product(hint[axis] for axis in around) < self.machine.workers
+            and product(hint[axis] for axis in self.region.varies[op.name]) <= self.machine.partial
+        )
 
     def home(self, op: Op) -> int:
         """How many loops are open where what `op` looks at is an array."""

@@ -76,6 +76,18 @@ def norms() -> Iterator[Case]:
         yield Case(f"{name} one column", fill(text, c="1"), ((5,),), oracle)
 
 
+def examples() -> Iterator[Case]:
+    """Norms with a weight for each of some examples, which have rows."""
+    oracle = mathematics.modulated_backward
+    for t in ("f32", "f64", "bf16"):
+        text = fill(regions.MODULATED_BACKWARD, t=t)
+        yield Case(f"modulated_backward {t}", text, ROWS, oracle)
+    text = fill(regions.MODULATED_BACKWARD, c="?", v="?")
+    yield Case("some examples", text, ((3, 5, 70), (1, 4, 33)), oracle)
+    text = fill(regions.MODULATED_BACKWARD, c="33", v="300")
+    yield Case("many examples", text, ((5,),), oracle)
+
+
 def channels() -> Iterator[Case]:
     """Norms over channels, in both layouts."""
     group, batch = mathematics.group_norm_backward, mathematics.batch_norm_backward
@@ -192,7 +204,13 @@ def cut_off(a: Tensor, **_: Tensor) -> tuple[Tensor]:
     return ((-a.float()).view(torch.int32).bitwise_and(~0xFFFF).view(torch.float32).to(a.dtype),)
 
 
-FAMILIES = {"norms": norms, "channels": channels, "others": others, "functions": functions}
+FAMILIES = {
+    "norms": norms,
+    "examples": examples,
+    "channels": channels,
+    "others": others,
+    "functions": functions,
+}
 
 
 # ---- running them

@@ -22,6 +22,12 @@ def layer_norm_backward(g: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Ten
     return rstd * (gw - a - x_hat * b), (g * x_hat).sum(0), g.sum(0)
 
 
+def modulated_backward(g: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+    x_hat, gw = (x - mean) * rstd, g * w
+    a, b = gw.mean(2, keepdim=True), (gw * x_hat).mean(2, keepdim=True)
+    return rstd * (gw - a - x_hat * b), (g * x_hat).sum(1), g.sum(1)
+
+
 def rms_norm_backward(g: Tensor, w: Tensor, x: Tensor, rstd: Tensor) -> Any:
     x_hat, gw = x * rstd, g * w
     return rstd * (gw - x_hat * (gw * x_hat).mean(1, keepdim=True)), (g * x_hat).sum(0)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 
-def fill(text: str, c: str = "70", r: str = "?", t: str = "f32", w: str = "", x: str = "") -> str:
-    """A region's text. c, r: extents. t, w: dtypes of activations and weights. x: their layout."""
+def fill(
+    text: str,
+    c: str = "70",
+    r: str = "?",
+    t: str = "f32",
+    w: str = "",
+    x: str = "",
+    v: str = "4",
+) -> str:
+    """A region's text. c, r, v: extents. t, w: dtypes of activations and weights. x: their
+    layout.
+    """
     statistics = "f64" if t == "f64" else "f32"
-    for mark, value in (("%C", c), ("%R", r), ("%T", t), ("%W", w or t), ("%S", statistics)):
+    marks = {"%C": c, "%R": r, "%V": v, "%T": t, "%W": w or t, "%S": statistics, "%X": x}
+    for mark, value in marks.items():
         text = text.replace(mark, value)
-    return text.replace("%X", x).strip()
+    return text.strip()
 
 
 # ---- regions; %T is the activations' dtype, %W the weights', %S the statistics'
@@ -40,6 +51,36 @@ db      = sum[r](g)
 output  grad_x: %T[r c] = dx
 output  grad_w: %W[c] = dw
 output  grad_b: %W[c] = db
+"""
+
+# The weight's gradients are those of each example's rows.
+MODULATED_BACKWARD = """
+region modulated_backward
+axes    v=%V r=%R c=%C
+input   g: %T[v r c]
+input   w: %W[v 1 c]
+input   x: %T[v r c]
+input   mean: %S[v r 1]
+input   rstd: %S[v r 1]
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+gw      = mul(g, w)
+sum_gw  = sum[c](gw)
+n       = numel[c]()
+a       = div(sum_gw, n)
+gwx     = mul(gw, x_hat)
+sum_gwx = sum[c](gwx)
+b       = div(sum_gwx, n)
+less_a  = sub(gw, a)
+xb      = mul(x_hat, b)
+less_b  = sub(less_a, xb)
+dx      = mul(less_b, rstd)
+gx      = mul(g, x_hat)
+dw      = sum[r](gx)
+db      = sum[r](g)
+output  grad_x: %T[v r c] = dx
+output  grad_w: %W[v c] = dw
+output  grad_b: %W[v c] = db
 """
 
 RMS_NORM_BACKWARD = """

@@ -21,8 +21,10 @@ from normpass.backend.tree import (
     Accumulate,
     Accumulator,
     Begin,
+    Compute,
     Finish,
     Keep,
+    Load,
     Loop,
     Node,
     Plan,
@@ -170,17 +172,17 @@ class _Printer(LoopPrinter):
 
     def divided(self, node: Loop) -> list[Loop]:
         """The loops that workers divide as if they were one: a loop, and the only loop in it while
-        there is nothing else, up to that over lanes.
+        there are but values beside it, up to that over lanes.
         """
-        inner = node.body[0]
+        loops = [child for child in node.body if isinstance(child, Loop)]
         if (
             node.axis.name == self.plan.vector
-            or len(node.body) > 1
-            or not isinstance(inner, Loop)
-            or inner.axis.name == self.plan.vector
+            or len(loops) != 1
+            or not all(isinstance(child, Loop | Load | Compute) for child in node.body)
+            or loops[0].axis.name == self.plan.vector
         ):
             return [node]
-        return [node, *self.divided(inner)]
+        return [node, *self.divided(loops[0])]
 
     def divided_loop(self, nest: Sequence[Loop], sums: Sequence[str]) -> None:
         """A worker's share of loops; `sums` are the arrays that their rows are added to."""
@@ -195,5 +197,7 @@ class _Printer(LoopPrinter):
             for k, loop in enumerate(outer):
                 self.line(f"const int64_t {loop.axis.name} = run.at[{k}];")
                 self.around.append(loop.axis.name)
+                values = [child for child in loop.body if not isinstance(child, Loop)]
+                self.run(values, outlive=True)
             self.loop(innermost, "run.begin", "run.end", sums)
             del self.around[-len(outer) :]

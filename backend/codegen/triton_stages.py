@@ -175,9 +175,8 @@ class _Splitter:
         """Whether a loop needs nothing but these results and inputs."""
         recalled = {node.value for node in leaves if isinstance(node, Recall)}
         return (
-            not self.loops[k].parallel
-            and tuple(axis.name for axis in outer) == axes
-            and not any(isinstance(node, Loop) for node in leaves)
+            tuple(axis.name for axis in outer) == axes
+            and not any(isinstance(node, (Loop, Accumulate)) for node in leaves)
             and recalled <= set(names)
             and not any(isinstance(leaf, Recall) for leaf in self.needed(leaves))
         )

@@ -125,6 +125,7 @@ def stack_bytes(cubin: bytes, folder: Path) -> int | None:
 REGIONS = {
     "layer_norm_backward": {"c": "768"},
     "rms_norm_backward": {"c": "1024", "t": "bf16", "w": "f32"},
+    "modulated_backward": {"c": "768", "t": "bf16", "w": "f32"},
     "layer_norm_forward": {"c": "1000", "t": "f16"},
     "softmax": {"c": "?"},
     "softmax_backward": {"c": "100000"},
@@ -264,6 +265,7 @@ def test_long_rows_are_streamed() -> None:
         ("group_norm_backward", "group_norm_backward", {"c": "8", "x": "r (g d) s"}),
         ("batch_norm_backward", "batch_norm_backward", {"c": "64", "x": "r c s"}),
         ("batch_norm_backward_nhwc", "batch_norm_backward", {"c": "64", "x": "r s c"}),
+        ("modulated_backward", "modulated_backward", {"c": "1024"}),
         ("three_levels", "three_levels", {"c": "512"}),
     ],
 )
