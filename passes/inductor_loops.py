@@ -8,15 +8,21 @@ the reductions': layer norm's forward is one group. Batch norm's result is a gro
 so are group norm's, whose weights tell examples from groups, and sums over the outer axes (dgamma):
 they read their inputs again, and compute again what they are made of.
 
+A variance over few numbers is found in two steps (`in_two_steps`): its mean is a loop of its own,
+and one more divides it, with lanes along the rows. No other loop shares outer ones with that, and
+where one of a group's cannot, none do: each goes through memory by itself.
+
     group r     sum[c](gw), sum[c](gw * x_hat)  inside: c
                 dx                              inside: c, from cache
     group c     sum[r](g * x_hat), sum[r](g)    inside: r, once more from memory
 
-Read in torch 2.13 (codegen/cpp.py: CppScheduling, KernelGroup; ir.py: StorageBox).
+Read in torch 2.13 (codegen/cpp.py: CppScheduling, KernelGroup; ir.py: StorageBox; lowering.py:
+use_two_step_variance).
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.passes.axis_names import name_axes, reduced_axes
-from normpass.passes.vocabulary import FUNCTIONS, Kind, kind_of
+from normpass.passes.vocabulary import FUNCTIONS, REDUCTIONS, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,6 +47,7 @@ Axes = frozenset[str]
 # config.realize_reads_threshold.
 DEAR = frozenset({"exp", "log", "log1p", "sigmoid", "tanh"})
 MOST_READS = 4
+VARIANCES = ("var", "var_mean")
 
 
 @dataclass
@@ -53,9 +60,13 @@ class Loop:
 
 @dataclass
 class Group:
-    """Loops inside of one another: the axes of the outer ones, and the inner ones, in order."""
+    """Loops inside of one another: the axes of the outer ones, and the inner ones, in order.
+
+    apart: whether each inner loop has outer ones of its own.
+    """
 
     outer: Axes
+    apart: bool = False
     inner: dict[tuple[int, Axes], Loop] = field(default_factory=dict)
 
     def add(self, place: int, axes: Axes, root: Node) -> None:
@@ -80,6 +91,7 @@ class InductorLoops:
         self.outputs = lowered.outputs
         self.names = name_axes(nodes, domain)
         self.extents = lowered.region.extents(sizes)
+        self.static = {axis.name for axis in lowered.region.axes if axis.extent is not None}
         self.order = _memory_order(lowered, self.extents)
         self.stored: set[Node] = set()
         for node in nodes:  # a later one is made of what was stored before
@@ -101,9 +113,29 @@ class InductorLoops:
         outer = self.axes(node)
         over = outer | {self.names[axis] for axis in reduced_axes(node, self.domain)}
         group = self.around.setdefault(outer, Group(outer))
-        self.place[node] = self.after(node, outer)
-        group.add(self.place[node], over, node)
-        self.add_stored(node, group, self.place[node], over)
+        place = self.after(node, outer)
+        if self.in_two_steps(node):
+            group.apart = True
+            group.add(place, over, node)
+            place += 1
+        self.place[node] = place
+        group.add(place, over, node)
+        self.add_stored(node, group, place, over)
+
+    def in_two_steps(self, node: Node) -> bool:
+        """Whether a variance is found by its mean first, and not by Welford's formulas."""
+        from torch._inductor import config
+
+        if REDUCTIONS[node.target] not in VARIANCES:
+            return False
+        reduced = [self.names[axis] for axis in reduced_axes(node, self.domain)]
+        # Before torch 2.13 only what is written out without a loop.
+        most = getattr(config.cpp, "use_two_step_variance_threshold", 0)
+        return (
+            self.static.issuperset(reduced)
+            and self.elements(frozenset(reduced)) <= most
+            and self.elements(self.axes(node)) > 1
+        )
 
     def add_result(self, node: Node) -> None:
         axes = self.axes(node)
@@ -169,10 +201,11 @@ class InductorLoops:
 
     def is_stored(self, node: Node) -> bool:
         """Whether a pointwise value is computed once, for several loops to read."""
-        if kind_of(node) is not Kind.POINTWISE or len(node.users) < 2:
+        if kind_of(node) is not Kind.POINTWISE or not _is_reused(node):
             return False
         made = [node, *self.above(node)]
-        reads = sum(map(self.is_read, made))
+        # Of a variance and its mean each is a tensor.
+        reads = sum(map(self.is_read, made)) + sum(map(_is_second_result, made))
         dear = any(function_of(each) in DEAR for each in made if not self.is_read(each))
         return dear or reads > MOST_READS
 
@@ -202,6 +235,16 @@ class InductorLoops:
             elif each in self.inside and kind_of(each) is Kind.REDUCTION:
                 found[each] = None
         return list(found)
+
+
+def _is_reused(node: Node) -> bool:
+    """Whether several nodes use a value, or a view of it."""
+    views = (user for user in node.users if kind_of(user) is Kind.VIEW)
+    return len(node.users) > 1 or any(map(_is_reused, views))
+
+
+def _is_second_result(node: Node) -> bool:
+    return node.target is operator.getitem and node.args[1] == 1
 
 
 def function_of(node: Node) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from normpass.passes.cost import PRICED, Work
-from normpass.passes.inductor_loops import InductorLoops, function_of
+from normpass.passes.inductor_loops import VARIANCES, InductorLoops, function_of
 from normpass.passes.made import only_computed_for, sources
 from normpass.passes.sizes import nbytes
 from normpass.passes.vocabulary import REDUCTIONS, Kind, kind_of
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 LEAST_CHUNK = 512
 # So many columns are summed at once.
 LANES = 16
-# Reductions whose result is divided by a number of elements wherever it is used, and those that
-# Inductor finds in one loop, with Welford's formulas.
-DIVIDED = ("mean", "var", "var_mean")
-WELFORD = ("var", "var_mean")
+# Reductions whose result is divided by a number of elements wherever it is used.
+DIVIDED = ("mean", *VARIANCES)
 
 
 def theirs(
@@ -94,7 +92,7 @@ class _Counted:
 
     def count(self, group: Group) -> None:
         touched: set[Node] = set()
-        fits = self.turn_fits(group)
+        fits = not group.apart and self.turn_fits(group)
         for loop in group.loops:
             for tensor in self.tensors(loop):
                 size = nbytes(tensor)
@@ -185,5 +183,5 @@ class _Counted:
             return [fn for fn in [function_of(node)] if fn in PRICED]
         fn = REDUCTIONS[node.target]
         if is_root:
-            return ["welford"] if fn in WELFORD else []
+            return ["welford"] if fn in VARIANCES and not self.loops.in_two_steps(node) else []
         return ["div"] if fn in DIVIDED and node in self.inside else []

@@ -48,15 +48,15 @@ def derivatives(function: Any, leaves: list[Tensor], order: int) -> list[Tensor]
     return found
 
 
-def is_conditioned(function: Any, leaves: list[Tensor], order: int, found: list[Tensor]) -> bool:
-    """Whether inputs that are changed by their rounding, and by more, have nearly the same
-    derivatives: those of a program that normalizes what should be zero are of rounding alone, and
-    where a norm's numbers nearly cancel the last digits of all are.
+def is_conditioned(case: Case, leaves: list[Tensor], found: list[Tensor]) -> bool:
+    """Whether inputs and parameters that are changed by their rounding, and by more, have nearly
+    the same derivatives: those of a program that normalizes what should be zero are of rounding
+    alone, and where a norm's numbers nearly cancel the last digits of all are.
     """
-    x, *others = leaves
-    for change, least in ((1e-12, 1e-7), (1e-15, 1e-10)):
-        nearly = (x.detach() * (1 + change * x.detach().cos())).requires_grad_()
-        again = derivatives(function, [nearly, *others], order)
+    for change, least in ((1e-12, 1e-7), (1e-15, 1e-11)):
+        x, *others = (leaf.detach() * (1 + change * leaf.detach().cos()) for leaf in leaves)
+        shared = nn.ParameterList(others)
+        again = derivatives(oracle(case, shared), [x.requires_grad_(), *shared], case.order)
         for a, b in zip(again, found, strict=True):
             if not float((a - b).abs().max()) < least * max(1.0, float(b.abs().max())):
                 return False
@@ -74,7 +74,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             leaves = [numbers(rows, 4), *shared]
             want = derivatives(right, leaves, case.order)
             assume(all(float(g.abs().max()) < LARGEST for g in want))  # NaN is not
-            assume(is_conditioned(right, leaves, case.order, want))
+            assume(is_conditioned(case, leaves, want))
             for k, (g, w) in enumerate(
                 zip(derivatives(ours, leaves, case.order), want, strict=True)
             ):

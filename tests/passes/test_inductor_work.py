@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch._inductor import config
 from torch.nn import functional as F
 from tracing import trace
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 aten = torch.ops.aten
-R, C = 32, 64
+R, C = 32, 2048  # of fewer numbers a variance is found in two steps
 WHOLE, ROW, COLUMN = 4 * R * C, 4 * C, 4 * R  # bytes of x, of a weight, of a statistic
 X, G, W, B = torch.randn(R, C), torch.randn(R, C), torch.randn(C), torch.randn(C)
 MEAN, RSTD = torch.randn(R, 1), torch.rand(R, 1)
@@ -91,6 +92,42 @@ def test_a_row_that_does_not_fit_is_read_again_from_memory() -> None:
     assert found.again == 0
 
 
+needs_two_steps = pytest.mark.skipif(
+    not hasattr(config.cpp, "use_two_step_variance_threshold"),
+    reason="needs torch 2.13: before, Inductor uses Welford's formulas for few numbers too",
+)
+
+
+@needs_two_steps
+@pytest.mark.parametrize("conditions", [ROWS_FIT, NOTHING_FITS])
+def test_a_variance_of_few_numbers_goes_over_memory_twice(conditions: Conditions) -> None:
+    """And what is made of it once more: no loop over rows is around all three."""
+    few = config.cpp.use_two_step_variance_threshold
+    x, w = torch.randn(64, few), torch.randn(few)
+
+    def norm(x: Tensor, w: Tensor) -> object:
+        return aten.native_layer_norm(x, x.shape[-1:], w, w, 1e-5)
+
+    found = work(norm, x, w, conditions=conditions)
+    assert found.passes == 3
+    assert found.read == 3 * 4 * x.numel() + 4 * few
+    assert found.again == 0
+    assert "welford" not in dict(found.functions)
+    more = work(norm, torch.randn(64, few + 1), torch.randn(few + 1), conditions=LARGE)
+    assert more.passes == 1
+    assert "welford" in dict(more.functions)
+
+
+@needs_two_steps
+def test_a_number_of_columns_that_is_not_known_is_many() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:])
+
+    few = torch.randn(16, 64)
+    assert "welford" not in dict(work(norm, few).functions)
+    assert "welford" in dict(work(norm, few, dynamic=True).functions)
+
+
 def test_gradients_of_weights_are_a_group_of_their_own() -> None:
     found = work(layer_norm_backward, *BACKWARD)
     inputs = 2 * WHOLE + 2 * COLUMN + ROW
@@ -128,7 +165,7 @@ def test_few_elements_are_one_workers() -> None:
 
 # ---- channels
 
-N, CHANNELS, SIDE = 4, 8, 6
+N, CHANNELS, SIDE = 4, 8, 18
 IMAGE = torch.randn(N, CHANNELS, SIDE, SIDE)
 SCALE = torch.randn(CHANNELS)
 IMAGES = 4 * IMAGE.numel()
@@ -203,6 +240,24 @@ def test_what_reads_many_tensors_is_stored() -> None:
     four, five = (work(f, *(torch.randn(R, C) for _ in range(k))) for k in (4, 5))
     assert four.again == 4 * WHOLE
     assert five.again == 2 * WHOLE  # written and read
+
+
+def test_what_is_reused_by_way_of_a_view_is_stored() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x.exp().view(R // 2, 2, C)
+        return y / y.sum(-1, keepdim=True)
+
+    assert dict(work(f, X).functions) == {"exp": R * C, "div": R * C}
+
+
+def test_a_variance_and_its_mean_are_two_that_are_read() -> None:
+    def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        var, mean = torch.var_mean(x, -1, keepdim=True)
+        y = ((x - mean) * var * w + b).sin()
+        return y / y.sum(-1, keepdim=True)
+
+    assert dict(work(f, X, W, B).functions)["sin"] == R * C
+    assert dict(work(lambda x, w, b: f(x, w, w), X, W, B).functions)["sin"] == 2 * R * C
 
 
 def test_a_stored_value_that_another_group_reads_is_in_memory() -> None:
