@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +269,9 @@ def record(
         value = fresh[one.index] if one.kind == "input" else outputs[one.index]
         base: Any = value._base if one.kind == "base" else value
         results.append(base)
+    if program.code and not all(y.requires_grad for y in results):
+        # The code that Inductor does not compile may return a view itself, of what has no tape.
+        return record(replace(program, code=None), values, layout, given, phase)
     written = (x for i, x in enumerate(fresh) if i in layout.written)
     return Recorded(inputs, results, [y for y in (*outputs, *written) if isinstance(y, Tensor)])
 

@@ -48,6 +48,21 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_views_of_what_is_itself_a_view(inner: str) -> None:
+    """Group norm's result is a view of its kernel's, where Inductor does not compile it."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.group_norm(x @ w.t(), 2, w[:, 0])
+        return y[0], y.t()
+
+    ours = compiled(function, inner=inner)
+    right = derivatives(function, X, W)
+    for _ in range(3):
+        assert_same(derivatives(ours, X, W), right)
+
+
+@pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in SAMPLED else pytest.mark.sweep) for n in PROGRAMS]
