@@ -2,6 +2,7 @@
 
     ensemble      vmap(grad(loss)) over models of one form, each with its own weights
     per sample    vmap(grad(loss)) over examples, as differentially private training takes them
+    norm          vmap(grad(sum(sin(norm)))) over batches of examples: of it and its weights
 
 in eager mode, compiled by stock Inductor, and by normpass with the rules registered. All gradients
 are compared with eager's, what differs is not timed, and the rest is timed in alternation. Memory
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 import normpass
 from normpass.benchmarks.machine import machine
 from normpass.benchmarks.measure import Timing, interleave, keep_freed_memory, peak_bytes, spread
-from normpass.benchmarks.zoo_own import ResNet, ViT
+from normpass.benchmarks.zoo_own import ResNet, ViT, gpt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,39 @@ def with_group_norm(module: nn.Module) -> nn.Module:
     return module
 
 
+class UNet(nn.Module):
+    """Two levels with skips, norms over groups: n 3 h w -> n 3 h w."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([self.level(3, width), self.level(width, 2 * width)])
+        self.middle = self.level(2 * width, 2 * width)
+        self.up = nn.ModuleList([self.level(4 * width, width), self.level(2 * width, width)])
+        self.head = nn.Conv2d(width, 3, 1)
+
+    @staticmethod
+    def level(before: int, after: int) -> nn.Module:
+        """Two convolutions with norms: n c h w -> n k h w."""
+        layers: list[nn.Module] = []
+        for channels in (before, after):
+            convolution = nn.Conv2d(channels, after, 3, padding=1)
+            layers += [convolution, nn.GroupNorm(8, after), nn.SiLU()]
+        return nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """n 3 h w -> n 3 h w"""
+        skips = []
+        for level in self.down:
+            x = level(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for level in self.up:
+            x = torch.cat([F.interpolate(x, scale_factor=2, mode="nearest"), skips.pop()], 1)
+            x = level(x)
+        return self.head(x)
+
+
 def _batch(size: int, pixels: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 3, pixels, pixels), torch.randint(CLASSES, (size,))
 
@@ -93,15 +127,62 @@ def per_sample(
     make: Callable[[], nn.Module], batch: int, pixels: int
 ) -> tuple[Callable[..., Gradients], tuple[Any, ...]]:
     """The same of one model's weights, over the images."""
+    return _over_examples(make, F.cross_entropy, lambda: _batch(batch, pixels))
+
+
+def of_images(
+    make: Callable[[], nn.Module], batch: int, pixels: int
+) -> tuple[Callable[..., Gradients], tuple[Any, ...]]:
+    """Of a model whose results are images, each to be another."""
+    return _over_examples(
+        make, F.mse_loss, lambda: torch.randn(2, batch, 3, pixels, pixels).unbind()
+    )
+
+
+def of_words(
+    vocabulary: int, width: int, depth: int, batch: int, tokens: int
+) -> tuple[Callable[..., Gradients], tuple[Any, ...]]:
+    """Of a small GPT, each word of a text to be predicted."""
+
+    def loss(logits: Tensor, words: Tensor) -> Tensor:
+        return F.cross_entropy(logits[0, :-1], words[0, 1:])
+
+    def examples() -> tuple[Tensor, Tensor]:
+        words = torch.randint(vocabulary, (batch, tokens))
+        return words, words
+
+    return _over_examples(lambda: gpt(1, 1, vocabulary, width, depth).module, loss, examples)
+
+
+def _over_examples(
+    make: Callable[[], nn.Module],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    examples: Callable[[], Sequence[Tensor]],
+) -> tuple[Callable[..., Gradients], tuple[Any, ...]]:
+    """loss: of results and targets, for one example each. examples: makes inputs and targets."""
     torch.manual_seed(0)
     net = make()
 
-    def loss(weights: Gradients, image: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(net, weights, (image.unsqueeze(0),))
-        return F.cross_entropy(logits, label.unsqueeze(0))
+    def of_one(weights: Gradients, x: Tensor, target: Tensor) -> Tensor:
+        return loss(functional_call(net, weights, (x.unsqueeze(0),)), target.unsqueeze(0))
 
     values = {name: weight.detach() for name, weight in net.named_parameters()}
-    return vmap(grad(loss), (None, 0, 0)), (values, *_batch(batch, pixels))
+    return vmap(grad(of_one), (None, 0, 0)), (values, *examples())
+
+
+def of_norm(
+    norm: Callable[..., Tensor], *shape: int, channels: int
+) -> tuple[Callable[..., Gradients], tuple[Any, ...]]:
+    """A norm of v examples, each of the shape's other axes, that share a weight and a bias."""
+    torch.manual_seed(0)
+    weight, bias = 1 + 0.1 * torch.randn(channels), 0.1 * torch.randn(channels)
+    values = {"x": torch.randn(shape), "weight": weight, "bias": bias}
+    dims = {"x": 0, "weight": None, "bias": None}
+
+    def loss(values: Gradients) -> Tensor:
+        return norm(values["x"], values["weight"], values["bias"]).sin().sum()
+
+    return vmap(grad(loss), (dims,)), (values,)
 
 
 PROGRAMS: dict[str, Program] = {
@@ -119,6 +200,29 @@ PROGRAMS: dict[str, Program] = {
         per_sample, lambda: with_group_norm(ResNet(64)), batch=8, pixels=112
     ),
     "per sample, ViT": partial(per_sample, partial(ViT, 64, 192, 4), batch=16, pixels=64),
+    "per sample, GPT": partial(of_words, 2000, 192, 4, batch=8, tokens=128),
+    "per sample, U-Net": partial(of_images, partial(UNet, 32), batch=8, pixels=64),
+    "norm, LayerNorm": partial(
+        of_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), 8, 512, 768, channels=768
+    ),
+    "norm, RMSNorm": partial(
+        of_norm, lambda x, w, b: F.rms_norm(x, w.shape, w) + b, 8, 512, 768, channels=768
+    ),
+    "norm, GroupNorm": partial(
+        of_norm, lambda x, w, b: F.group_norm(x, 8, w, b), 8, 16, 64, 28, 28, channels=64
+    ),
+    "norm, BatchNorm": partial(
+        of_norm,
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        *(8, 16, 64, 28, 28),
+        channels=64,
+    ),
+    "norm, InstanceNorm": partial(
+        of_norm,
+        lambda x, w, b: F.instance_norm(x, None, None, w, b),
+        *(8, 16, 64, 28, 28),
+        channels=64,
+    ),
 }
 
 

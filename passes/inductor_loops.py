@@ -244,7 +244,7 @@ def _is_reused(node: Node) -> bool:
 
 
 def _is_second_result(node: Node) -> bool:
-    return node.target is operator.getitem and node.args[1] == 1
+    return node.target is operator.getitem and node.args[1:] == (1,)
 
 
 def function_of(node: Node) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.nn import functional as F
 
 import normpass
 from normpass.benchmarks import bench, ensembles
@@ -18,6 +19,11 @@ SMALL = {
     "models": partial(ensembles.ensemble, "BatchNorm", 8, models=2, batch=3, pixels=6),
     "examples": partial(
         ensembles.per_sample, partial(ensembles.conv_net, "GroupNorm", 8), batch=3, pixels=6
+    ),
+    "words": partial(ensembles.of_words, 20, 64, 1, batch=2, tokens=5),
+    "images": partial(ensembles.of_images, partial(ensembles.UNet, 8), batch=2, pixels=8),
+    "norms": partial(
+        ensembles.of_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), 2, 3, 4, channels=4
     ),
 }
 
