@@ -40,6 +40,7 @@ from normpass.decomps.activation.torch_internals import (
     GlobalStateSource,
     GuardBuilder,
     Missing,
+    TorchRuntimeError,
     Unsupported,
     VariableTracker,
     functorch_table,
@@ -161,7 +162,7 @@ class _Call:
         if len(set(given)) < len(given):
             return True
         # Dynamo traces backward without a tape: a Function that it applies would lose its own.
-        return bool(read.names & _OF_CONTEXTS or read.functions - {cls})
+        return bool(read.names & _OF_CONTEXTS or read.functions - {cls} or read.of_classes)
 
     def _can_be_given(self) -> bool:
         try:
@@ -184,7 +185,16 @@ class _Call:
             )
         target = produce_trampoline_autograd_apply(cls)
         proxy = self.tx.output.create_proxy("call_function", target, args, kwargs)
-        return wrap_fx_proxy(tx=self.tx, proxy=proxy)
+        try:
+            return wrap_fx_proxy(tx=self.tx, proxy=proxy)
+        except TorchRuntimeError as error:
+            self._fail(
+                "fake tensors cannot go through it",
+                f"Expected the methods of {cls.__name__} to compute with torch alone, which fake "
+                f"tensors can go through; found that they cannot: {_reason(error)}",
+                f"If it computes in NumPy or by C code of its own, make an operator of it: "
+                f"normpass.as_op({cls.__name__}, fake=...)",
+            )
 
     def _guard(self, cls: type[Function]) -> None:
         read = _Read.by(cls)
@@ -198,10 +208,22 @@ class _Call:
         for module, name in read.of_modules:
             source = AttrSource(self.tx.import_source(module), name)
             install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+        for function, name in read.of_classes:
+            if source := self._source(function):
+                install_guard(AttrSource(source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
         for method, index in read.enclosed if self.variable.source else ():
             cells = AttrSource(AttrSource(self.variable.source, method), "__closure__")
             source = AttrSource(GetItemSource(cells, index), "cell_contents")
             install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+
+    def _source(self, function: type[Function]) -> Any:
+        """Where a Function is to be found; None where Dynamo cannot say."""
+        if function is self.variable.fn_cls:
+            return self.variable.source
+        module, name = function.__module__, function.__qualname__
+        if getattr(sys.modules.get(module), name, None) is not function:
+            return None
+        return AttrSource(self.tx.import_source(module), name)
 
     def _fail(self, what: str, found: str, todo: str) -> None:
         unimplemented(
@@ -227,6 +249,12 @@ class _Call:
 # A frame that breaks in a transform is left to eager mode: Dynamo cannot go on with a tensor that
 # a level of grad wraps and records. Older versions of torch cannot be told so.
 _SKIPPED = {"skip_frame": True} if "skip_frame" in _parameters(unimplemented) else {}
+
+
+def _reason(error: Exception) -> str:
+    """What was raised, without the call that Dynamo prints before it."""
+    line = next((line for line in str(error).splitlines() if "got " in line), str(error))
+    return line.rpartition("): got ")[2].strip()
 
 
 def _without_jvp(cls: type[Function]) -> type[Function]:
@@ -258,6 +286,16 @@ class _Read:
     tensors: list[str] = field(default_factory=list)
     functions: set[type[Function]] = field(default_factory=set)
     seen: set[FunctionType] = field(default_factory=set)
+
+    @property
+    def of_classes(self) -> list[tuple[type[Function], str]]:
+        """Numbers and strings of the Functions' classes, of which Dynamo knows methods alone."""
+        return [
+            (function, name)
+            for function in self.functions
+            for name in sorted(self.names)
+            if _is_number(inspect.getattr_static(function, name, self))
+        ]
 
     @classmethod
     def by(cls, function: type[Function]) -> _Read:

@@ -215,6 +215,7 @@ INTERNALS = {
     "GetItemSource": _dynamo("source.GetItemSource", "the same"),
     "GlobalStateSource": _dynamo("source.GlobalStateSource", "the same"),
     "unimplemented": _dynamo("exc.unimplemented", "breaks the graph, or is an error"),
+    "TorchRuntimeError": _dynamo("exc.TorchRuntimeError", "what it raises of fake tensors"),
     "Unsupported": _dynamo("exc.Unsupported", "what it raises"),
     "FunctionMeta": Internal("torch.autograd.function.FunctionMeta", FUNCTIONS, "their class"),
     "custom_function_call": Internal(_CALL, FUNCTIONS, "asks for a level's rule"),

@@ -242,6 +242,69 @@ def test_dynamic_sizes() -> None:
     assert counter.frame_count == 1
 
 
+class Multiple(Function):
+    scale = 2.0
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * Multiple.scale
+
+
+class MultipleTwice(Multiple):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return Multiple.apply(g * Multiple.scale)
+
+
+@pytest.mark.parametrize("function", [Multiple, MultipleTwice])
+def test_a_number_of_a_class_may_change(
+    function: type[Function], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo cannot read it, and stops where a Function does."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def outside(x: Tensor) -> Tensor:
+        return function.apply(x).sin()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def inside(x: Tensor) -> Tensor:
+        return func.grad(lambda x: function.apply(x).sin().sum())(x)
+
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    for scale in (2.0, 5.0):
+        monkeypatch.setattr(Multiple, "scale", scale)
+        torch.testing.assert_close(torch.autograd.grad(outside(x).sum(), x)[0], scale * x.cos())
+        torch.testing.assert_close(inside(x.detach()), scale * x.cos())
+
+
+def test_what_fake_tensors_cannot_go_through() -> None:
+    class InNumPy(Plain):
+        @staticmethod
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return torch.from_numpy(x.numpy() ** 2) * w
+
+    def slope(x: Tensor, w: Tensor) -> Tensor:
+        return func.grad(lambda x: InNumPy.apply(x, w).sum())(x)
+
+    torch._dynamo.reset()
+    x, w = torch.randn(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"numpy.*\n.*normpass.as_op\(InNumPy, fake=...\)"
+    ):
+        torch.compile(slope, backend="aot_eager", fullgraph=True)(x, w)
+    torch._dynamo.reset()
+    anyway = torch.compile(slope, backend="aot_eager")
+    torch.testing.assert_close(anyway(x, w), slope(x, w))
+
+
 def test_a_class_that_was_compiled_is_given_back() -> None:
     """Dynamo is shown another class in place of one that has a jvp; it goes with it."""
 
