@@ -69,6 +69,11 @@ class Group:
     apart: bool = False
     inner: dict[tuple[int, Axes], Loop] = field(default_factory=dict)
 
+    @property
+    def launches(self) -> int:
+        """Of loops that workers divide; where they are apart a mean's division is one more."""
+        return len(self.inner) + 1 if self.apart else 1
+
     def add(self, place: int, axes: Axes, root: Node) -> None:
         self.inner.setdefault((place, axes), Loop(axes)).roots.append(root)
 

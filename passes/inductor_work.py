@@ -84,7 +84,7 @@ class _Counted:
             columns=self.columns,
             functions=tuple(sorted(self.functions.items())),
             rows=sum(rows),
-            launches=len(self.loops.groups),
+            launches=sum(group.launches for group in self.loops.groups),
             workers=threads if max(elements, default=0) // threads >= LEAST_CHUNK else 1,
         )
 

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # Dynamo makes an instance of Function to trace a call.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    # Inductor, in a Jacobian.
+    pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning"),
+]
 
 TABLE = Path(__file__).parents[2] / "autograd_function_table.py"
 SAMPLED = {"aot_eager": 36, "inductor": 4, "normpass": 6}
