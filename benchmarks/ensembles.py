@@ -293,7 +293,7 @@ def measure(program: Program, repeats: int) -> Result:
             del made[way]
     steps = {way: lambda f=function: f(*args) for way, function in made.items()}
     result.peaks = {way: peak_bytes(step, "cpu") for way, step in steps.items()}
-    result.times = interleave(steps, repeats, "cpu", calls_each=1)
+    result.times = interleave(steps, repeats, "cpu")
     return result
 
 

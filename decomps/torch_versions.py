@@ -36,6 +36,10 @@ I1_LOSES_NAN = RELEASE < (2, 15)
 # The gradient of group norm's mean and deviation is undefined where its result has none.
 GROUP_MEAN_ALONE_IS_LOST = RELEASE < (2, 14)
 
+# Inputs can be kept as hooks for saved tensors keep them (_make_saved_tensor): a checkpoint around
+# compiled code has second derivatives.
+CHECKPOINTS_KEEP_INPUTS = RELEASE >= (2, 12)
+
 # Group norm's backward decomposes into other products of the same factors.
 GROUP_NORM_BACKWARD_REWRITTEN = RELEASE >= (2, 15)
 
