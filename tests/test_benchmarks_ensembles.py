@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from torch.nn import functional as F
 
 import normpass
@@ -17,15 +18,28 @@ if TYPE_CHECKING:
 
 SMALL = {
     "models": partial(ensembles.ensemble, "BatchNorm", 8, models=2, batch=3, pixels=6),
-    "examples": partial(
-        ensembles.per_sample, partial(ensembles.conv_net, "GroupNorm", 8), batch=3, pixels=6
-    ),
-    "words": partial(ensembles.of_words, 20, 64, 1, batch=2, tokens=5),
-    "images": partial(ensembles.of_images, partial(ensembles.UNet, 8), batch=2, pixels=8),
     "norms": partial(
         ensembles.of_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), 2, 3, 4, channels=4
     ),
 }
+OF_EXAMPLES = {
+    "images": partial(
+        ensembles.per_sample, partial(ensembles.conv_net, "GroupNorm", 8), batch=3, pixels=6
+    ),
+    "words": partial(ensembles.of_words, 20, 64, 1, batch=3, tokens=5),
+    "to images": partial(ensembles.of_images, partial(ensembles.UNet, 8), batch=3, pixels=8),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXAMPLES)
+def test_examples_have_gradients_of_their_own(name: str) -> None:
+    gradients, (weights, inputs, targets) = OF_EXAMPLES[name]()
+    every, last = (gradients(weights, inputs[k:], targets[k:]) for k in (0, 2))
+    assert every.keys() == weights.keys()
+    for key, found in every.items():
+        assert found.shape == (3, *weights[key].shape)
+        assert found.count_nonzero()
+        torch.testing.assert_close(found[2:], last[key])
 
 
 def test_what_is_right_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
