@@ -12,7 +12,7 @@ fake tensors see, and graphs record zeros with memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -44,50 +44,55 @@ def _zero(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return zero
 
 
-def _on(self: Tensor, other: Tensor | complex) -> Tensor:
+# A number from Python arrives as one here, not as a tensor, and may be either operand.
+Operand: TypeAlias = "Tensor | complex"
+
+
+def _on(self: Operand, other: Operand) -> Tensor:
     """The operand that says on which device the result lies: a CPU scalar does not."""
-    return other if self.device.type == "cpu" and isinstance(other, torch.Tensor) else self
+    tensors = [each for each in (self, other) if isinstance(each, torch.Tensor)]
+    return tensors[-1] if tensors[0].device.type == "cpu" else tensors[0]
 
 
-def _shape(self: Tensor, other: Tensor | complex) -> torch.Size:
-    """The result's; a number from Python arrives as one here, not as a tensor."""
-    return torch.broadcast_shapes(self.shape, getattr(other, "shape", ()))
+def _shape(self: Operand, other: Operand) -> torch.Size:
+    return torch.broadcast_shapes(*(getattr(each, "shape", ()) for each in (self, other)))
 
 
-def _is_zero(value: Tensor | complex) -> bool:
+def _is_zero(value: Operand) -> bool:
     return isinstance(value, torch.Tensor) and value._is_zerotensor()
 
 
 @_rule("aten.mul.Tensor", f"{BINARY}: mul_zerotensor", SAME_SIZE)
-def mul(self: Tensor, other: Tensor | complex) -> Tensor:
+def mul(self: Operand, other: Operand) -> Tensor:
     """0 * other = self * 0 = 0"""
     return _zero(_on(self, other), _shape(self, other), torch.result_type(self, other))
 
 
 @_rule("aten.add.Tensor", f"{BINARY}: add_zerotensor", SAME_SIZE)
-def add(self: Tensor, other: Tensor | complex, *, alpha: Any = 1) -> Tensor:
+def add(self: Operand, other: Operand, *, alpha: Any = 1) -> Tensor:
     """self + alpha * other, of which the one that is not zero is copied"""
     shape, dtype = _shape(self, other), torch.result_type(self, other)
     if not _is_zero(self):
         value = self
     elif _is_zero(other):
         return _zero(_on(self, other), shape, dtype)
-    elif not isinstance(other, torch.Tensor):
-        return torch.full(shape, other * alpha, dtype=dtype, device=self.device)
     else:
         value = other if alpha == 1 else other * alpha
-    copied: Tensor = aten._to_copy(value.expand(shape), dtype=dtype, device=_on(self, other).device)
+    device = _on(self, other).device
+    if not isinstance(value, torch.Tensor):
+        return torch.full(shape, value, dtype=dtype, device=device)
+    copied: Tensor = aten._to_copy(value.expand(shape), dtype=dtype, device=device)
     return copied
 
 
 @_rule("aten.sub.Tensor", f"{BINARY}: sub_zerotensor", SAME_SIZE)
-def sub(self: Tensor, other: Tensor | complex, *, alpha: Any = 1) -> Tensor:
+def sub(self: Operand, other: Operand, *, alpha: Any = 1) -> Tensor:
     """self - alpha * other"""
     return add(self, other, alpha=-alpha)
 
 
 @_rule("aten.div.Tensor", f"{BINARY}: div_zerotensor", SAME_SIZE)
-def div(self: Tensor, other: Tensor | complex) -> Tensor:
+def div(self: Operand, other: Operand) -> Tensor:
     """0 / other = 0; self / 0 is infinite, and 0 / 0 not a number"""
     shape, dtype = _shape(self, other), torch.result_type(self, other)
     if not (dtype.is_floating_point or dtype.is_complex):

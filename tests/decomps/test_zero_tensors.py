@@ -9,6 +9,7 @@ import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import grad, jvp
 
 from normpass.decomps.activation import registered
@@ -55,6 +56,10 @@ CALLS = {
     "add, an integer to integers": lambda f, z: f(aten.add.Tensor)(z(4, dtype=torch.int64), 2),
     "sub, a number": lambda f, z: f(aten.sub.Tensor)(z(3, 4), 2, alpha=3),
     "div, by a number": lambda f, z: f(aten.div.Tensor)(z(4, dtype=torch.int64), 4),
+    "mul, a number first": lambda f, z: f(aten.mul.Tensor)(2.5, z(3, 4)),
+    "add, a number first": lambda f, z: f(aten.add.Tensor)(2.5, z(3, 4), alpha=3),
+    "sub, a number first": lambda f, z: f(aten.sub.Tensor)(2, z(4, dtype=torch.int64)),
+    "div, a number first": lambda f, z: f(aten.div.Tensor)(2.5, z(3, 4)),
     "linalg_cross": lambda f, z: f(aten.linalg_cross.default)(X, z(3, 4), dim=0),
 }
 
@@ -137,6 +142,20 @@ def test_graphs_have_no_zeros_without_memory(backend: str, dynamic: bool) -> Non
     run = torch.compile(tangent, backend=backend, fullgraph=True, dynamic=dynamic)
     x, n = X.double(), torch.arange(4.0).double()
     torch.testing.assert_close(run(x, n), tangent(x, n))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor", "normpass"])
+def test_a_dual_tensor_times_a_number_compiles(backend: str) -> None:
+    """Whose tangent torch asks for with the number as the first operand."""
+
+    def f(x: Tensor, tangent: Tensor) -> Any:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, tangent)
+            return forward_ad.unpack_dual((dual * 1.5 - 2.0) / 3.0 + 1)
+
+    torch._dynamo.reset()
+    found = torch.compile(f, backend=backend, fullgraph=True)(X, X.sin())
+    torch.testing.assert_close(tuple(found), ((X * 1.5 - 2.0) / 3.0 + 1, X.sin() / 2))
 
 
 def test_there_is_a_rule_for_each_kernel_of_torch() -> None:
