@@ -40,6 +40,9 @@ GROUP_MEAN_ALONE_IS_LOST = RELEASE < (2, 14)
 # compiled code has second derivatives.
 CHECKPOINTS_KEEP_INPUTS = RELEASE >= (2, 12)
 
+# Dynamo refuses an input with a tangent, and runs it in eager mode where that is allowed.
+DUAL_INPUTS_ARE_REFUSED = RELEASE >= (2, 14)
+
 # Group norm's backward decomposes into other products of the same factors.
 GROUP_NORM_BACKWARD_REWRITTEN = RELEASE >= (2, 15)
 

@@ -120,6 +120,9 @@ def others() -> Iterator[Case]:
             f"strided {t}", fill(regions.STRIDED, t=t), ((3, 20), (4, 31)), mathematics.strided
         )
         yield Case(f"global {t}", fill(regions.GLOBAL, t=t, w="f32"), ROWS, mathematics.global_norm)
+        yield Case(
+            f"sums of sums {t}", fill(regions.SUMS_OF_SUMS, t=t), ROWS, mathematics.sums_of_sums
+        )
     yield Case("softmax over the middle", fill(regions.SOFTMAX_MIDDLE), ROWS, mathematics.softmax)
     yield Case(
         "softmax over the first",

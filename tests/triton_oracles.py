@@ -23,7 +23,7 @@ def layer_norm_backward(g: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Ten
 
 
 def modulated_backward(g: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
-    x_hat, gw = (x - mean) * rstd, g * w
+    x_hat, gw = (x - mean) * rstd, g * w[:, None]
     a, b = gw.mean(2, keepdim=True), (gw * x_hat).mean(2, keepdim=True)
     return rstd * (gw - a - x_hat * b), (g * x_hat).sum(1), g.sum(1)
 
@@ -99,6 +99,11 @@ def strided(g: Tensor, x: Tensor, w: Tensor, one: Tensor) -> Any:
 def global_norm(x: Tensor, scale: Tensor) -> Any:
     norm = (x * x).sum().sqrt()
     return x / (norm + 0.5) * scale, norm
+
+
+def sums_of_sums(x: Tensor) -> Any:
+    total = x.sum(0)
+    return total, (total * total).sum().view(1)
 
 
 def extremes(x: Tensor) -> Any:

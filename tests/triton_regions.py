@@ -53,35 +53,14 @@ output  grad_w: %W[c] = dw
 output  grad_b: %W[c] = db
 """
 
-# The weight's gradients are those of each example's rows.
-MODULATED_BACKWARD = """
-region modulated_backward
-axes    v=%V r=%R c=%C
-input   g: %T[v r c]
-input   w: %W[v 1 c]
-input   x: %T[v r c]
-input   mean: %S[v r 1]
-input   rstd: %S[v r 1]
-sub     = sub(x, mean)
-x_hat   = mul(sub, rstd)
-gw      = mul(g, w)
-sum_gw  = sum[c](gw)
-n       = numel[c]()
-a       = div(sum_gw, n)
-gwx     = mul(gw, x_hat)
-sum_gwx = sum[c](gwx)
-b       = div(sum_gwx, n)
-less_a  = sub(gw, a)
-xb      = mul(x_hat, b)
-less_b  = sub(less_a, xb)
-dx      = mul(less_b, rstd)
-gx      = mul(g, x_hat)
-dw      = sum[r](gx)
-db      = sum[r](g)
-output  grad_x: %T[v r c] = dx
-output  grad_w: %W[v c] = dw
-output  grad_b: %W[v c] = db
-"""
+# The same with a weight for each of some examples, which have rows.
+MODULATED_BACKWARD = (
+    LAYER_NORM_BACKWARD.replace("layer_norm_backward", "modulated_backward")
+    .replace("axes    r", "axes    v=%V r")
+    .replace("%T[r", "%T[v r")
+    .replace("%S[r", "%S[v r")
+    .replace("%W[c]", "%W[v c]")
+)
 
 RMS_NORM_BACKWARD = """
 region rms_norm_backward
@@ -308,6 +287,18 @@ unit    = div(x, safe)
 y       = mul(unit, scale)
 output  out: %T[r c] = y
 output  length: %W[] = norm
+"""
+
+# A loop over what another has added up, which adds up itself.
+SUMS_OF_SUMS = """
+region sums_of_sums
+axes    r=%R c=%C
+input   x: %T[r c]
+total   = sum[r](x)
+square  = mul(total, total)
+all     = sum[c](square)
+output  y: %T[c] = total
+output  z: %T[1] = all
 """
 
 EXTREMES = """

@@ -34,6 +34,7 @@ from normpass.decomps.activation.torch_internals import (
     PYTHON_DISPATCHER,
     AttrSource,
     AutogradFunctionVariable,
+    FakeTensorObservedException,
     FunctionMeta,
     GetAttrVariable,
     GetItemSource,
@@ -60,6 +61,10 @@ _WITHOUT_JVP = "_normpass_without_jvp"
 _METHODS = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 # What a context is told that Dynamo's operator does not pass on, or refuses.
 _OF_CONTEXTS = frozenset({"set_materialize_grads", "mark_dirty"})
+# What Dynamo raises where something cannot be run on fake tensors.
+_ON_FAKES = tuple(
+    error for error in (TorchRuntimeError, FakeTensorObservedException) if isinstance(error, type)
+)
 _NUMBERS = (bool, int, float, complex, str, type(None))
 
 
@@ -187,7 +192,7 @@ class _Call:
         proxy = self.tx.output.create_proxy("call_function", target, args, kwargs)
         try:
             return wrap_fx_proxy(tx=self.tx, proxy=proxy)
-        except TorchRuntimeError as error:
+        except _ON_FAKES as error:
             self._fail(
                 "fake tensors cannot go through it",
                 f"Expected the methods of {cls.__name__} to compute with torch alone, which fake "

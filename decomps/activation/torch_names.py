@@ -216,6 +216,10 @@ INTERNALS = {
     "GlobalStateSource": _dynamo("source.GlobalStateSource", "the same"),
     "unimplemented": _dynamo("exc.unimplemented", "breaks the graph, or is an error"),
     "TorchRuntimeError": _dynamo("exc.TorchRuntimeError", "what it raises of fake tensors"),
+    # Since 2.14 in its place.
+    "FakeTensorObservedException": Internal(
+        "torch._dynamo.exc.FakeTensorObservedException", FUNCTIONS, "the same", optional=True
+    ),
     "Unsupported": _dynamo("exc.Unsupported", "what it raises"),
     "FunctionMeta": Internal("torch.autograd.function.FunctionMeta", FUNCTIONS, "their class"),
     "custom_function_call": Internal(_CALL, FUNCTIONS, "asks for a level's rule"),

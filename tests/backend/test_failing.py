@@ -131,6 +131,7 @@ def test_a_broken_cache_file_is_built_again(
     assert toolchain.compiled == before + 1
 
 
+@pytest.mark.usefixtures("faults_are_meant")
 def test_an_unwritable_cache_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_an_unwritable_cache_is_one_warning(
     check_unfused(variant(2), caplog, "could not be built")
 
 
+@pytest.mark.usefixtures("faults_are_meant")
 def test_code_that_does_not_compile_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +149,7 @@ def test_code_that_does_not_compile_is_one_warning(
     check_unfused(variant(3), caplog, "could not be built")
 
 
+@pytest.mark.usefixtures("faults_are_meant")
 def test_a_compiler_that_has_gone_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,8 +85,10 @@ def test_a_damaged_file_in_the_cache_is_written_again(fresh_cache: Path) -> None
     assert file.read_text() == text
 
 
+@pytest.mark.usefixtures("faults_are_meant")
 @pytest.mark.parametrize(
-    "error", [RuntimeError("PassManager::run failed"), OSError("no C compiler"), KeyError("axis")]
+    "error",
+    [RuntimeError("PassManager::run failed"), OSError("no C compiler"), KeyError("axis")],
 )
 def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -134,6 +136,7 @@ def test_an_error_of_the_device_is_raised(
     assert not warnings_of(caplog)
 
 
+@pytest.mark.usefixtures("faults_are_meant")
 def test_a_kernel_that_does_not_fit_the_device_runs_unfused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

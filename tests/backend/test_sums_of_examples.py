@@ -70,7 +70,7 @@ def test_a_number_of_each_example_does_not_keep_its_rows_together() -> None:
     text = text.replace("= dx\n", "= times\n").replace("output", "times = mul(dx, k)\noutput", 1)
     assert "share(n_v * n_r, omp_get_num_threads(), worker)" in generate(make_plan(parse(text)))
     g, x = torch.randn(2, 3, 50, WIDTH, dtype=torch.float64)
-    w, mean, rstd = torch.randn(3, 1, WIDTH), torch.randn(3, 50, 1), torch.ones(3, 50, 1)
+    w, mean, rstd = torch.randn(3, WIDTH), torch.randn(3, 50, 1), torch.ones(3, 50, 1)
     inputs = [t.double() for t in (g, w, x, mean, rstd)]
     k = torch.tensor([2.0, -1.0, 0.5]).view(3, 1, 1)
     dx, dw, db = modulated_backward(*inputs)
@@ -84,7 +84,7 @@ def check(text: str, examples: int, dtype: str, *, shared: bool = False, sizes: 
     kind = DTYPES[dtype]
     statistics = torch.float64 if dtype == "f64" else torch.float32
     g, x = (torch.randn(examples, ROWS, WIDTH).to(kind) for _ in range(2))
-    w = torch.randn(examples, 1, WIDTH).to(kind)
+    w = torch.randn(examples, WIDTH).to(kind)
     mean, rstd = torch.randn(examples, ROWS, 1), torch.rand(examples, ROWS, 1) + 0.5
     inputs = [g, w, x, mean.to(statistics), rstd.to(statistics)]
 

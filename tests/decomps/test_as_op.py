@@ -47,6 +47,8 @@ def test_like_apply(case: Case) -> None:
     assert_close(run(case.of(case.op), case.tensors), run(case.of(apply), case.tensors))
 
 
+# From torch 2.14 on it looks at the .grad of what an operator returns.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_opcheck(case: Case) -> None:
     op, args = case.op.operator(*case.arguments())
     leaves = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
