@@ -38,7 +38,7 @@ from normpass.backend.tree import (
     Store,
 )
 from normpass.passes.region import REGROUP, Op, Region, product
-from normpass.passes.vocabulary import EXPENSIVE
+from normpass.passes.vocabulary import COSTLY, EXPENSIVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -188,11 +188,55 @@ class Scheduler:
             nodes += [Begin(accumulator) for e in current for accumulator in self.begins(e, depth)]
             shallow = [e for e in current if self.level(e.axes) <= depth]
             nodes += [e.node for e in shallow]
-            nodes += self.loops(depth, [e for e in current if e not in shallow], frozenset(here))
+            deep = [e for e in current if e not in shallow]
+            if ahead := self.ahead(depth, deep, frozenset(here)):
+                axis = self.order[depth].name
+                ahead += [e for e in deep if axis not in e.axes]
+                deep = [e for e in deep if axis in e.axes]
+                nodes += self.loops(depth, ahead, frozenset(here))
+                for effect in ahead:
+                    self.remember(depth, effect.node)
+            nodes += self.loops(depth, deep, frozenset(here))
             for effect in current:
                 self.remember(depth, effect.node)
         self.arrays = outside  # what this body's arrays hold means nothing outside of it
         return nodes
+
+    def ahead(self, depth: int, effects: list[_Effect], known: frozenset[str]) -> list[_Effect]:
+        """Values that would be computed for each element although they do not vary along some loop
+        around the lanes (rstd of channels that are last in memory): once, in a nest of their own.
+        """
+        needed = self.closure([effect.value for effect in effects], known)
+        uses = [(effect.value, effect.axes) for effect in effects]
+        uses += [(arg, self.region.varies[v]) for v in needed for arg in self.operands(v)]
+        found = dict.fromkeys(
+            value
+            for value, axes in uses
+            if value in needed
+            and value not in self.arrays
+            and self.vector in self.region.varies[value]
+            and not self.region.varies[value].issuperset(self.inside(axes, depth))
+            and self.fits(self.inside(self.region.varies[value], depth))
+            and self.is_costly(value, known)
+        )
+        return [
+            _Effect(
+                Keep(value, self.inside(self.region.varies[value], depth), shared=depth == 0),
+                value,
+                self.region.varies[value],
+            )
+            for value in found
+        ]
+
+    def is_costly(self, value: str, known: frozenset[str]) -> bool:
+        """Whether a value takes longer to compute than to read, and needs no sums for it that are
+        not there yet.
+        """
+        made = [self.region.producer.get(each) for each in self.closure([value], known)]
+        ops = [op for op in made if op and op.name not in self.arrays]
+        return any(op.fn in COSTLY for op in ops) and not any(
+            op.is_reduction or op.fn == REGROUP for op in ops
+        )
 
     def postponed(
         self, depth: int, todo: list[tuple[int, _Effect]], known: frozenset[str]
@@ -359,12 +403,12 @@ class Scheduler:
             return self.regrouped[value] == depth
         if op.is_reduction:
             return self.closes(op) > depth
+        return depth > 0 and op.fn in EXPENSIVE and self.fits(axes)
+
+    def fits(self, axes: Iterable[str]) -> bool:
+        """Whether an array over these axes leaves the rows their place in cache."""
         hints = {axis.name: axis.hint for axis in self.order}
-        return (
-            depth > 0
-            and op.fn in EXPENSIVE
-            and product(hints[axis] for axis in axes) <= self.machine.kept
-        )
+        return product(hints[axis] for axis in axes) <= self.machine.kept
 
     def loops(self, depth: int, effects: list[_Effect], known: frozenset[str]) -> list[Node]:
         """The loops over the next axis for one phase, and the nests that do without that axis."""

@@ -92,6 +92,9 @@ EXPENSIVE = frozenset(
     ("exp", "expm1", "log", "log1p", "pow", "tanh", "erf", "sin", "cos", "sigmoid")
 )
 
+# And those that take longer than reading one.
+COSTLY = EXPENSIVE | {"div", "reciprocal", "sqrt", "rsqrt"}
+
 # Truth values that are added are a truth value again.
 ADDITIONS = frozenset({aten.add.Tensor, aten.add.Scalar})
 

@@ -29,17 +29,26 @@ def test_a_kernel_that_takes_two_rows_at_a_time() -> None:
 
 
 class ChannelsLast(nn.Module):
-    """Group norm of images that lie as n h w c."""
+    """A norm of images that lie as n h w c."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.GroupNorm(32, 64)
+        self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x.permute(0, 3, 1, 2))
 
 
-def test_a_kernel_whose_lanes_run_along_all_groups() -> None:
-    made = fused(ChannelsLast, (16, 64, 64, 64), False, backward=True)
+LAST = {
+    # Lanes run along all groups.
+    "group_norm": lambda: ChannelsLast(nn.GroupNorm(32, 64)),
+    # What each channel has one of is computed once.
+    "batch_norm": lambda: ChannelsLast(nn.BatchNorm2d(64)),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_kernels_of_channels_that_are_last(name: str) -> None:
+    made = fused(LAST[name], (16, 64, 64, 64), False, backward=True)
     kernels = [f"// {decision.phase}\n{kernel_source(decision)}" for decision in made]
-    assert_snapshot("cpp/group_norm_channels_last.txt", "\n\n".join(kernels))
+    assert_snapshot(f"cpp/{name}_channels_last.txt", "\n\n".join(kernels))
