@@ -62,7 +62,7 @@ _METHODS = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 # What a context is told that Dynamo's operator does not pass on, or refuses.
 _OF_CONTEXTS = frozenset({"set_materialize_grads", "mark_dirty"})
 # What Dynamo raises where something cannot be run on fake tensors.
-_ON_FAKES = tuple(
+_ON_FAKES: tuple[type[Exception], ...] = tuple(
     error for error in (TorchRuntimeError, FakeTensorObservedException) if isinstance(error, type)
 )
 _NUMBERS = (bool, int, float, complex, str, type(None))
