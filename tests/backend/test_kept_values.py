@@ -13,9 +13,9 @@ from tracing import fused
 
 from normpass.backend.plan import make_plan
 from normpass.backend.runtime import kernel
-from normpass.backend.schedule import EXPENSIVE
 from normpass.backend.tree import Compute, Keep, walk
 from normpass.passes.region import parse
+from normpass.passes.vocabulary import EXPENSIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
