@@ -33,11 +33,12 @@ class Work:
 
     read, written: from and to memory. passes: how often it goes over its largest input. again: read
     once more, from cache. columns: of what is read, down columns, so that neighbours in memory are
-    not read one after the other. for_its_sake: moved by others, so that it can be read, and truths:
-    truth values among that. functions: how often each is computed, for an element. rows: how often
-    a loop over neighbours in memory begins, and piece: of how many. regrouped: elements that are
-    gone through one by one, because pieces are short. launches: calls of a kernel, or groups of
-    Inductor's loops. workers: how many can be busy.
+    not read one after the other. for_its_sake: moved by others, so that it can be read. truths:
+    truth values that Inductor writes, for that or because it is asked for them. functions: how
+    often each is computed, for an element. rows: how often a loop over neighbours in memory begins,
+    and piece: of how many. regrouped: elements that are gone through one by one, because pieces are
+    short. launches: calls of a kernel, or groups of Inductor's loops. workers: how many can be
+    busy.
     """
 
     read: int

@@ -8,9 +8,11 @@ the reductions': layer norm's forward is one group. Batch norm's result is a gro
 so are group norm's, whose weights tell examples from groups, and sums over the outer axes (dgamma):
 they read their inputs again, and compute again what they are made of.
 
-A variance over few numbers is found in two steps (`in_two_steps`): its mean is a loop of its own,
-and one more divides it, with lanes along the rows. No other loop shares outer ones with that, and
-where one of a group's cannot, none do: each goes through memory by itself.
+Loops share outer ones only if all of them go along these by the same steps (`are_apart`). What is
+stored of each row alone has lanes along the rows, a loop along a row goes from one to the next: a
+statistic that is returned makes each loop go through memory by itself. So does a variance over few
+numbers, which is found in two steps (`in_two_steps`): its mean is a loop of its own, and one more
+divides it.
 
     group r     sum[c](gw), sum[c](gw * x_hat)  inside: c
                 dx                              inside: c, from cache
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +46,15 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Axes = frozenset[str]
 
-# What is made with one of these and used twice is stored, and so is what reads more tensors than
-# config.realize_reads_threshold.
+# What is made with one of these and used twice, or broadcast, is stored, and so is what is used
+# twice and reads more tensors than config.realize_reads_threshold.
 DEAR = frozenset({"exp", "log", "log1p", "sigmoid", "tanh"})
 MOST_READS = 4
 VARIANCES = ("var", "var_mean")
+# float32 numbers in a vector; fewer than a quarter of them are gone through one by one.
+LANES = 16
+# Inner loops so many times as long as all outer ones are divided among workers instead.
+MUCH_LONGER = 300
 
 
 @dataclass
@@ -71,11 +78,11 @@ class Group:
 
     @property
     def launches(self) -> int:
-        """Of loops that workers divide; where they are apart a mean's division is one more."""
-        return len(self.inner) + 1 if self.apart else 1
+        """Of loops that workers divide. A number alone is computed without."""
+        return sum(bool(axes) for _, axes in self.inner) if self.apart else 1
 
-    def add(self, place: int, axes: Axes, root: Node) -> None:
-        self.inner.setdefault((place, axes), Loop(axes)).roots.append(root)
+    def add(self, place: int, axes: Axes, *roots: Node) -> None:
+        self.inner.setdefault((place, axes), Loop(axes)).roots.extend(roots)
 
     @property
     def loops(self) -> list[Loop]:
@@ -93,7 +100,7 @@ class InductorLoops:
     ) -> None:
         self.inside = set(nodes)
         self.domain = domain
-        self.outputs = lowered.outputs
+        self.outputs = dict.fromkeys(map(_viewed, lowered.outputs))
         self.names = name_axes(nodes, domain)
         self.extents = lowered.region.extents(sizes)
         self.static = {axis.name for axis in lowered.region.axes if axis.extent is not None}
@@ -111,6 +118,8 @@ class InductorLoops:
             elif node in self.outputs and kind_of(node) is Kind.POINTWISE:
                 self.add_result(node)
         self.groups = [*self.around.values(), *self.alone.values()]
+        for group in self.groups:
+            group.apart = self.are_apart(group)
 
     # ---- loops
 
@@ -120,9 +129,9 @@ class InductorLoops:
         group = self.around.setdefault(outer, Group(outer))
         place = self.after(node, outer)
         if self.in_two_steps(node):
-            group.apart = True
             group.add(place, over, node)
-            place += 1
+            group.add(place + 1, outer)
+            place += 2
         self.place[node] = place
         group.add(place, over, node)
         self.add_stored(node, group, place, over)
@@ -142,6 +151,24 @@ class InductorLoops:
             and self.elements(self.axes(node)) > 1
         )
 
+    def are_apart(self, group: Group) -> bool:
+        """Whether a group's loops cannot share outer ones."""
+        within = [loop.axes - group.outer for loop in group.loops if loop.axes != group.outer]
+        turns = self.elements(group.outer)
+        if not group.outer or not within:
+            return not group.outer
+        along_rows = self.order[-1] not in group.outer and turns >= LANES // 4
+        if along_rows and len(within) < len(group.inner):
+            return True
+        known = self.static.issuperset(group.outer.union(*within))
+        return known and any(0 < turns * MUCH_LONGER < self.outermost(axes) for axes in within)
+
+    def outermost(self, axes: Axes) -> int:
+        """Over how many elements the outermost loop runs: neighbours in memory are one."""
+        first = min(map(self.order.index, axes))
+        neighbours = takewhile(axes.__contains__, self.order[first:])
+        return self.elements(frozenset(neighbours))
+
     def add_result(self, node: Node) -> None:
         axes = self.axes(node)
         group = self.group_of(node) or self.alone.setdefault(axes, Group(axes))
@@ -157,11 +184,13 @@ class InductorLoops:
             if node not in self.stored or node in self.place or node in self.outputs:
                 continue
             axes = self.axes(node)
-            here = axes == over
-            home = group if here else self.alone.setdefault(axes, Group(axes))
-            self.place[node] = place if here else 0
-            home.add(self.place[node], axes, node)
-            self.add_stored(node, home, self.place[node], axes)
+            home, at = group, place
+            if axes != over:
+                home = self.group_of(node) or self.alone.setdefault(axes, Group(axes))
+                at = self.after(node, home.outer)
+            self.place[node] = at
+            home.add(at, axes, node)
+            self.add_stored(node, home, at, axes)
 
     def group_of(self, node: Node) -> Group | None:
         """The group whose outer loops a pointwise result shares."""
@@ -206,13 +235,27 @@ class InductorLoops:
 
     def is_stored(self, node: Node) -> bool:
         """Whether a pointwise value is computed once, for several loops to read."""
-        if kind_of(node) is not Kind.POINTWISE or not _is_reused(node):
+        if kind_of(node) is not Kind.POINTWISE:
             return False
+        if self.is_returned(node):
+            return True
         made = [node, *self.above(node)]
+        if any(function_of(each) in DEAR for each in made if not self.is_read(each)):
+            return _is_reused(node) or self.is_broadcast(node)
         # Of a variance and its mean each is a tensor.
         reads = sum(map(self.is_read, made)) + sum(map(_is_second_result, made))
-        dear = any(function_of(each) in DEAR for each in made if not self.is_read(each))
-        return dear or reads > MOST_READS
+        return reads > MOST_READS and _is_reused(node)
+
+    def is_broadcast(self, node: Node) -> bool:
+        """Whether a node that uses a value, or a view of it, has more elements."""
+        users = [user for user in node.users if user in self.inside]
+        views = (user for user in users if kind_of(user) is Kind.VIEW)
+        more = (not self.axes(user) <= self.axes(node) for user in users)
+        return any(more) or any(map(self.is_broadcast, views))
+
+    def is_returned(self, node: Node) -> bool:
+        """Whether a graph returns a value, which is stored then before others use it."""
+        return any(user.op == "output" for user in node.users)
 
     def is_read(self, node: Node) -> bool:
         """Whether a loop reads a node rather than computes it."""
@@ -240,6 +283,13 @@ class InductorLoops:
             elif each in self.inside and kind_of(each) is Kind.REDUCTION:
                 found[each] = None
         return list(found)
+
+
+def _viewed(node: Node) -> Node:
+    """What a node is a view of, or itself."""
+    while kind_of(node) is Kind.VIEW:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_reused(node: Node) -> bool:

@@ -8,9 +8,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from normpass.passes.cost import PRICED, Work
-from normpass.passes.inductor_loops import VARIANCES, InductorLoops, function_of
-from normpass.passes.made import only_computed_for, sources
-from normpass.passes.sizes import nbytes
+from normpass.passes.inductor_loops import LANES, VARIANCES, InductorLoops, function_of
+from normpass.passes.made import is_truth, only_computed_for, sources
+from normpass.passes.sizes import elements, nbytes
 from normpass.passes.vocabulary import REDUCTIONS, Kind, kind_of
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # config.cpp.min_chunk_size: fewer elements are one worker's.
 LEAST_CHUNK = 512
-# So many columns are summed at once.
-LANES = 16
 # Reductions whose result is divided by a number of elements wherever it is used.
 DIVIDED = ("mean", *VARIANCES)
 
@@ -59,6 +57,10 @@ class _Counted:
         self.inside = loops.inside
         self.read = self.again = self.columns = 0
         self.written = sum(map(nbytes, loops.outputs))
+        # Masks that a backward needs.
+        self.truths = sum(
+            elements(x) for x in loops.outputs if is_truth(x) and loops.is_returned(x)
+        )
         self.sweeps: Counter[Node] = Counter()
         self.functions: Counter[str] = Counter()
         self.neighbours = self.innermost()
@@ -70,7 +72,7 @@ class _Counted:
 
     def work(self) -> Work:
         every = [loop for group in self.loops.groups for loop in group.loops]
-        elements = [self.loops.elements(loop.axes) for loop in every]
+        turns = [self.loops.elements(loop.axes) for loop in every]
         rows = [self.loops.elements(loop.axes - self.neighbours) for loop in every]
         threads = self.conditions.threads
         largest = max(map(nbytes, self.sweeps), default=0)
@@ -82,10 +84,11 @@ class _Counted:
             max((n for x, n in self.sweeps.items() if nbytes(x) == largest), default=1),
             again=self.again,
             columns=self.columns,
+            truths=self.truths,
             functions=tuple(sorted(self.functions.items())),
             rows=sum(rows),
             launches=sum(group.launches for group in self.loops.groups),
-            workers=threads if max(elements, default=0) // threads >= LEAST_CHUNK else 1,
+            workers=threads if max(turns, default=0) // threads >= LEAST_CHUNK else 1,
         )
 
     # ---- what is moved
