@@ -318,12 +318,21 @@ def test_a_mask_that_a_backward_needs_is_written() -> None:
         y = batch_norm(x, w).relu()
         return y, y <= 0
 
-    def within(x: Tensor, w: Tensor) -> Tensor:
-        y, mask = norm_then_relu(x, w)
-        return torch.where(mask, x, y)
-
     assert work(norm_then_relu, IMAGE, SCALE).truths == IMAGE.numel()
-    assert work(within, IMAGE, SCALE).truths == 0
+
+
+def test_a_mask_that_the_same_graph_uses_is_computed_there() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        return torch.where(y > 0.5, x, y)
+
+    graph = trace(f, X).graph
+    (outside,) = graph.find_nodes(op="call_function", target=aten.where.self)
+    region = Grower(graph).grow(seeds(graph)[0], {outside})
+    assert region is not None
+    lowered = lower("region", region.nodes, region.domain)
+    assert any(node.target is aten.gt.Scalar for node in lowered.outputs)
+    assert theirs(region.nodes, region.domain, lowered, (), LARGE).truths == 0
 
 
 def test_what_is_broadcast_and_dear_is_stored() -> None:
@@ -414,6 +423,7 @@ LOOPS = {
     "softmax": (lambda x: x.softmax(-1), X),
     "its logarithm": (lambda x: x.log_softmax(-1), X),
     "softmax of few rows": (lambda x: x.softmax(-1), FLAT),
+    "layer norm of few images": (lambda x: F.layer_norm(x, x.shape[1:]), torch.randn(4, 8, 200)),
     "softmax of one row": (lambda x: x.softmax(-1), X[:1]),
     "variance of few": (lambda x: F.layer_norm(x, x.shape[-1:]), NARROW),
     "variance of many": (lambda x: F.layer_norm(x, x.shape[-1:]), WIDE),
