@@ -153,7 +153,7 @@ class InductorLoops:
 
     def are_apart(self, group: Group) -> bool:
         """Whether a group's loops cannot share outer ones."""
-        within = [loop.axes - group.outer for loop in group.loops if loop.axes != group.outer]
+        within = [axes for loop in group.loops if (axes := loop.axes - group.outer)]
         turns = self.elements(group.outer)
         if not group.outer or not within:
             return not group.outer
