@@ -7,70 +7,39 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from inductor_counts import (
+    BACKWARD,
+    COLUMN,
+    LARGE,
+    NOTHING_FITS,
+    ROW,
+    ROWS_FIT,
+    WHOLE,
+    B,
+    C,
+    R,
+    W,
+    X,
+    aten,
+    in_inference,
+    layer_norm,
+    layer_norm_backward,
+    needs_two_steps,
+    outer_loops,
+    work,
+)
 from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 from tracing import trace
 
-from normpass.passes.cost import Caches, Conditions, Work
-from normpass.passes.inductor_loops import InductorLoops
 from normpass.passes.inductor_work import theirs
 from normpass.passes.lower import lower
-from normpass.passes.profit import estimate
 from normpass.passes.regions import Grower, seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-aten = torch.ops.aten
-R, C = 32, 2048  # of fewer numbers a variance is found in two steps
-WHOLE, ROW, COLUMN = 4 * R * C, 4 * C, 4 * R  # bytes of x, of a weight, of a statistic
-X, G, W, B = torch.randn(R, C), torch.randn(R, C), torch.randn(C), torch.randn(C)
-MEAN, RSTD = torch.randn(R, 1), torch.rand(R, 1)
-LARGE = Conditions(Caches(1 << 20, 1 << 25), private=1 << 20, threads=2, calibration=None)
-# A row fits, and all of it does not.
-ROWS_FIT = replace(LARGE, caches=Caches(worker=4 * ROW, shared=WHOLE))
-NOTHING_FITS = replace(LARGE, caches=Caches(worker=ROW, shared=WHOLE))
-
-
-def grown(function: Callable[..., object], *inputs: Tensor, dynamic: bool = False) -> tuple:  # type: ignore[type-arg]
-    graph = trace(function, *inputs, dynamic=dynamic).graph
-    region = Grower(graph).grow(seeds(graph)[0])
-    assert region is not None
-    lowered = lower("region", region.nodes, region.domain)
-    return region.nodes, region.domain, lowered, estimate(lowered, region.nodes).sizes
-
-
-def work(
-    function: Callable[..., object],
-    *inputs: Tensor,
-    conditions: Conditions = LARGE,
-    dynamic: bool = False,
-) -> Work:
-    return theirs(*grown(function, *inputs, dynamic=dynamic), conditions)
-
-
-def outer_loops(function: Callable[..., object], *inputs: Tensor) -> list[int]:
-    """Over how many elements the outer loops of each group run, in order."""
-    loops = InductorLoops(*grown(function, *inputs))
-    return [loops.elements(group.outer) for group in loops.groups]
-
-
-def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> object:
-    return aten.native_layer_norm(x, [C], w, b, 1e-5)
-
-
-def in_inference(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.layer_norm(x, [C], w, b)
-
-
-def layer_norm_backward(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor) -> object:
-    return aten.native_layer_norm_backward(g, x, [C], mean, rstd, w, w, [True] * 3)
-
-
-BACKWARD = G, X, MEAN, RSTD, W
+    from normpass.passes.cost import Conditions
 
 # ---- rows
 
@@ -124,12 +93,6 @@ def test_a_row_that_does_not_fit_is_read_again_from_memory() -> None:
     assert found.passes == 2
     assert found.read == 2 * WHOLE + 2 * ROW
     assert found.again == 0
-
-
-needs_two_steps = pytest.mark.skipif(
-    not hasattr(config.cpp, "use_two_step_variance_threshold"),
-    reason="needs torch 2.13: before, Inductor uses Welford's formulas for few numbers too",
-)
 
 
 @needs_two_steps
@@ -395,53 +358,3 @@ def test_powers_that_multiplication_gives_cost_nothing(
 ) -> None:
     found = work(lambda x: x / x.pow(exponent).sum(-1, keepdim=True), X)
     assert dict(found.functions) == {"div": R * C, **priced}
-
-
-# ---- what stands in the code that it generates
-
-
-def rms_norm(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-    return x * rstd * w, rstd
-
-
-def returning_statistics(x: Tensor, w: Tensor) -> object:
-    return aten.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5)
-
-
-FEW = getattr(config.cpp, "use_two_step_variance_threshold", 1)
-WIDE, NARROW = torch.randn(64, 2 * FEW), torch.randn(64, FEW)
-FLAT = torch.randn(2, 1000)
-PIXELS, DEVIATIONS = torch.randn(8, 32, 28, 28), torch.randn(32)
-LAST = PIXELS.to(memory_format=torch.channels_last)
-LOOPS = {
-    "layer norm": (layer_norm, X, W, B),
-    "layer norm, in inference": (in_inference, X, W, B),
-    "layer norm, backward": (layer_norm_backward, *BACKWARD),
-    "rms norm": (rms_norm, X, W),
-    "rms norm, in inference": (lambda *inputs: rms_norm(*inputs)[0], X, W),
-    "softmax": (lambda x: x.softmax(-1), X),
-    "its logarithm": (lambda x: x.log_softmax(-1), X),
-    "softmax of few rows": (lambda x: x.softmax(-1), FLAT),
-    "layer norm of few images": (lambda x: F.layer_norm(x, x.shape[1:]), torch.randn(4, 8, 200)),
-    "softmax of one row": (lambda x: x.softmax(-1), X[:1]),
-    "variance of few": (lambda x: F.layer_norm(x, x.shape[-1:]), NARROW),
-    "variance of many": (lambda x: F.layer_norm(x, x.shape[-1:]), WIDE),
-    "batch norm": (returning_statistics, PIXELS, DEVIATIONS),
-    "batch norm, channels last": (returning_statistics, LAST, DEVIATIONS),
-    "instance norm": (lambda x: F.instance_norm(x), PIXELS),
-    "instance norm, channels last": (lambda x: F.instance_norm(x), LAST),
-}
-
-
-@needs_two_steps
-@pytest.mark.parametrize("name", LOOPS)
-def test_inductor_does_so(name: str) -> None:
-    function, *inputs = LOOPS[name]
-    expected = work(function, *inputs)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        _, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
-    assert ("welford" in code) == ("welford" in dict(expected.functions))
-    loops = code.count("#pragma omp for") + code.count("#pragma omp single")
-    assert loops == expected.launches
