@@ -87,8 +87,7 @@ def test_a_damaged_file_in_the_cache_is_written_again(fresh_cache: Path) -> None
 
 @pytest.mark.usefixtures("faults_are_meant")
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("PassManager::run failed"), OSError("no C compiler"), KeyError("axis")],
+    "error", [RuntimeError("PassManager::run failed"), OSError("no C compiler"), KeyError("axis")]
 )
 def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

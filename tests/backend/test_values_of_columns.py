@@ -16,7 +16,7 @@ from normpass.backend.tree import CPU, GPU, Compute, Keep, Loop, walk
 from normpass.passes.cost import Caches, Conditions
 from normpass.passes.region import parse
 
-# Batch norm with channels last, its ReLU and the mask of that; of one image, or of several models.
+# Batch norm with channels last, of one model or of several.
 TEXT = """\
 region batch_norm
 axes    {v}r={rows} c={channels}
@@ -45,9 +45,9 @@ def text(rows: int, channels: int, models: int = 1, dtype: str = "f32") -> str:
     return axes.format(v=v, rows=rows, channels=channels, count=float(rows), dtype=dtype)
 
 
-def times(region: str, machine: Any = CPU) -> dict[str, int]:
+def times(region: str) -> dict[str, int]:
     """How often each costly value is computed, by name."""
-    plan = make_plan(parse(region), machine)
+    plan = make_plan(parse(region), CPU)
     found: dict[str, int] = {}
 
     def count(nodes: Any, around: int) -> None:
@@ -67,8 +67,9 @@ def is_close_to_torch(region: str, rows: int, channels: int, models: int, dtype:
     y, rstd = Kernel(region)([x.squeeze(0), w.squeeze(0)], ())
     var, mean = torch.var_mean(x.double(), 1, correction=0, keepdim=True)
     want = (x.double() - mean) * (var + 1e-5).rsqrt() * w.double().unsqueeze(1)
-    tolerance = {"f32": 1e-5, "bf16": 2e-2}[dtype]
-    torch.testing.assert_close(y.reshape(want.shape).double(), want, rtol=tolerance, atol=tolerance)
+    # A result in half precision is rounded once.
+    rtol = {"f32": 1e-5, "bf16": 2**-8}[dtype]
+    torch.testing.assert_close(y.reshape(want.shape).double(), want, rtol=rtol, atol=1e-5)
     right = (var + 1e-5).rsqrt().reshape(rstd.shape)
     torch.testing.assert_close(rstd.double(), right, rtol=1e-5, atol=1e-5)
 

@@ -275,7 +275,7 @@ def test_a_stored_value_that_another_group_reads_is_in_memory() -> None:
 
 
 def test_a_mask_that_a_backward_needs_is_written() -> None:
-    """Truth values, one by one; where the same graph uses it, it is computed there."""
+    """Truth values, one by one."""
 
     def norm_then_relu(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = batch_norm(x, w).relu()
