@@ -121,3 +121,12 @@ def test_of_inputs_alone() -> None:
     x, v = torch.randn(300, 40), torch.rand(40)
     (y,) = Kernel(str(parse(region)))([x, v], ())
     torch.testing.assert_close(y, x * (v + 1e-5).rsqrt())
+
+
+def test_not_what_a_row_has_one_of() -> None:
+    """Channels that come before the pixels: a number in front of the loop over these."""
+    region = """
+        region inference; axes n=3 c=40 p=300; input x: f32[n c p]; input v: f32[c]
+        a = add(v, 1e-05); rstd = rsqrt(a); y = mul(x, rstd); output y0: f32[n c p] = y
+    """
+    assert times(region) == {"rstd": 3 * 40}
