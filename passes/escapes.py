@@ -19,6 +19,7 @@ from normpass.passes.vocabulary import CHEAP, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch.fx import Node
 
@@ -29,6 +30,8 @@ GATHERS = (aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 FEW = 1 / 8
 # A value that is computed again costs at most so many operations an element.
 MOST_OPERATIONS = 4
+# What is smaller costs nothing to write.
+SMALL = 1 / 4
 
 
 def outputs_of(nodes: Sequence[Node]) -> list[Node]:
@@ -52,12 +55,23 @@ def recomputed(nodes: Sequence[Node]) -> set[Node]:
     for node in nodes:
         outside = readers(node, inside)
         if outside and node in free and kind_of(node) is Kind.POINTWISE and _is_value(node):
-            below = cone(node, free)
+            below = _computed_again(node, nodes, free)
             if _is_better_recomputed(node, outside, below):
                 again |= below
             else:
                 free.remove(node)  # what it feeds outside reads it
     return again
+
+
+def _computed_again(value: Node, nodes: Sequence[Node], free: AbstractSet[Node]) -> set[Node]:
+    """What would be computed again for a value: up to the statistics where these serve something
+    else that is written, of its size. If they do not, the value is what the norm is there for.
+    """
+    whole = cone(value, free)
+    short = cone(value, free, written=SMALL * nbytes(value))
+    written = filter(_is_value, set(nodes) - free)
+    as_large = {node for node in written if nbytes(node) >= nbytes(value)}
+    return short if _feeds(whole - short, as_large, nodes) else whole
 
 
 def readers(node: Node, inside: Container[Node]) -> list[Node]:
@@ -71,16 +85,39 @@ def readers(node: Node, inside: Container[Node]) -> list[Node]:
     return found
 
 
-def cone(node: Node, inside: Container[Node]) -> set[Node]:
-    """A node and the pointwise nodes and views among these that it is computed from."""
+def cone(value: Node, inside: Container[Node], written: float = 0) -> set[Node]:
+    """A node and the pointwise nodes and views among these that it is computed from, up to what is
+    dear and takes at most so many bytes to write: rsqrt(var + eps).
+    """
     found: set[Node] = set()
-    waiting = [node]
+    waiting = [value]
     while waiting:
         node = waiting.pop()
-        if node in inside and kind_of(node) in (Kind.POINTWISE, Kind.VIEW) and node not in found:
+        if node in found or node not in inside or not _is_loop(node):
+            continue
+        if _is_cheap(node) or nbytes(node) > written:
             found.add(node)
             waiting += node.all_input_nodes
     return found
+
+
+def _is_loop(node: Node) -> bool:
+    return kind_of(node) in (Kind.POINTWISE, Kind.VIEW)
+
+
+def _is_cheap(node: Node) -> bool:
+    return node.target in CHEAP or kind_of(node) is Kind.VIEW
+
+
+def _feeds(starts: Container[Node], ends: Container[Node], nodes: Sequence[Node]) -> bool:
+    """Whether one of the ends is computed from a start, among these nodes in the graph's order."""
+    found: set[Node] = set()
+    for node in nodes:
+        if node in starts or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+            if node in ends:
+                return True
+    return False
 
 
 def _is_value(node: Node) -> bool:
@@ -106,7 +143,7 @@ def _is_better_recomputed(node: Node, outside: Sequence[Node], again: set[Node])
     if all(map(_reads_little, outside)):
         return True
     operations = [each for each in again if kind_of(each) is Kind.POINTWISE]
-    if len(operations) > MOST_OPERATIONS or any(each.target not in CHEAP for each in operations):
+    if len(operations) > MOST_OPERATIONS or not all(map(_is_cheap, operations)):
         return False
     sources = {arg for each in again for arg in each.all_input_nodes} - again
     read = sum(nbytes(arg) for arg in sources if isinstance(arg.meta.get("val"), torch.Tensor))

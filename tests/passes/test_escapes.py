@@ -127,6 +127,32 @@ def test_every_reader_would_read_again() -> None:
         assert written(region) == expected
 
 
+def normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_normalized_tensor_is_computed_again_of_its_statistics() -> None:
+    """As a gradient in the same graph needs it: behind the matrix product of what is written."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = normalized(x)
+        return (y.relu() @ w.outer(w)) * y
+
+    (region,) = fused(f, X, X[0])
+    assert written(region) == ["r", "c r"]
+
+
+def test_a_normalized_tensor_is_written_for_who_needs_nothing_else() -> None:
+    """With its statistics alone there would be no norm."""
+
+    def f(x: Tensor) -> Tensor:
+        power = x.square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(power + 1e-6) * power.cumsum(0)
+
+    (region,) = fused(f, X)
+    assert written(region) == ["r", "c r"]
+
+
 def test_a_mean_s_gradient_is_computed_again() -> None:
     """A number of each row, divided by how many there are, where a mask lets it through."""
 
