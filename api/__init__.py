@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from normpass import rule
     from normpass.backend.entry import fuse
-    from normpass.backend.explain import Report, explain
+    from normpass.backend.explain.explain import Report, explain
     from normpass.decomps.activation import unregister
     from normpass.decomps.function_ops import as_op
     from normpass.decomps.functional import functional_call_with_buffers
@@ -53,12 +53,12 @@ __all__ = [
 # Where each forwarded name lives. `register` and `registered` are written out below, because
 # they join two stages: the rules (decomps) and the fusion pass (backend).
 _HOME = {
-    "Report": "normpass.backend.explain",
+    "Report": "normpass.backend.explain.explain",
     "as_op": "normpass.decomps.function_ops",
     "batch_rule": "normpass.decomps.registry",
     "decompositions": "normpass.decomps.registry",
     "derivative": "normpass.decomps.registry",
-    "explain": "normpass.backend.explain",
+    "explain": "normpass.backend.explain.explain",
     "functional_call_with_buffers": "normpass.decomps.functional",
     "fuse": "normpass.backend.entry",
     "grad_graph": "normpass.decomps.table.graphs",

@@ -26,25 +26,18 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from normpass.backend import (
-    dump,
-    gemm,
-    higher_order,
-    image_gradients,
-    inductor_call,
-    inductor_mistakes,
-    record,
-    rest,
-    toolchain,
-)
-from normpass.backend.calibration import conditions_of
+from normpass.backend import higher_order, inductor_mistakes
+from normpass.backend.explain import dump, record
 from normpass.backend.higher_order.inside import rules_if_asked_for
-from normpass.backend.memory_format import as_expected
-from normpass.backend.mutated import constant_inputs
-from normpass.backend.op import print_for, region_op
+from normpass.backend.inductor import gemm, image_gradients, inductor_call, rest
+from normpass.backend.inductor.memory_format import as_expected
+from normpass.backend.inductor.mutated import constant_inputs
 from normpass.backend.options import Options
-from normpass.backend.runtime import kernel
-from normpass.backend.traffic import traffic
+from normpass.backend.program.traffic import traffic
+from normpass.backend.run import toolchain
+from normpass.backend.run.calibration import conditions_of
+from normpass.backend.run.op import print_for, region_op
+from normpass.backend.run.runtime import kernel
 from normpass.decomps import digest, registry
 from normpass.decomps.activation import (
     averages_running_statistics,
@@ -325,7 +318,8 @@ def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
 
 def _kernel(lowered: Lowered, estimate: Estimate) -> Work:
     """What the kernel of a region would do."""
-    return traffic(str(lowered.region), estimate.sizes, lowered.device)
+    here = conditions_of(lowered.device)
+    return traffic(str(lowered.region), estimate.sizes, lowered.device, here)
 
 
 def _missing(lowered: Lowered) -> str | None:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 
-from normpass.backend import calibration
-from normpass.backend.caches import caches_of, private_cache
-from normpass.backend.runtime import ELEMENTS_PER_WORKER, CallSite, kernel
+from normpass.backend.program.machine import ELEMENTS_PER_WORKER
+from normpass.backend.run import calibration
+from normpass.backend.run.caches import caches_of, private_cache
+from normpass.backend.run.runtime import CallSite, kernel
 from normpass.benchmarks.measure import cpu_seconds, keep_freed_memory
 from normpass.passes.cost import Calibration, Costs
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from normpass.backend.calibration import processor
+from normpass.backend.run.calibration import processor
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from normpass.backend import inductor_mistakes, record
+from normpass.backend import inductor_mistakes
+from normpass.backend.explain import record
 from normpass.benchmarks.cases import DTYPES
 from normpass.benchmarks.demo import private_cache, synchronize, warm_up_compiler
 from normpass.benchmarks.exact import without_dropout

@@ -1,6 +1,6 @@
 """What work costs: one currency, seconds, for a kernel of ours and for what Inductor would do.
 
-What a unit of work takes is measured (backend/calibration.py): here is how that is put together.
+What a unit of work takes is measured (backend/run/calibration.py); here it is put together.
 """
 
 from __future__ import annotations

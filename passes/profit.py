@@ -34,10 +34,10 @@ class Estimate:
     """Bytes to and from memory, at the sizes the graph was traced with.
 
     least: every input read once, every output written once. What a kernel really moves depends on
-    its plan: backend/traffic.py. levels: how many reductions wait for one another. sizes: the
-    region's run-time sizes in the example. for_its_sake: what Inductor would compute where it is
-    used, and has to write and the region to read. written: the names of those inputs. made: what is
-    moved to make them, and truths: truth values among it; of what others need too, a region's
+    its plan: backend/program/traffic.py. levels: how many reductions wait for one another. sizes:
+    the region's run-time sizes in the example. for_its_sake: what Inductor would compute where it
+    is used, and has to write and the region to read. written: the names of those inputs. made: what
+    is moved to make them, and truths: truth values among it; of what others need too, a region's
     share.
     """
 

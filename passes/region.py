@@ -56,8 +56,9 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 REDUCTIONS = ("sum", "amax", "amin", "prod")
-# In plans only (backend/regroup.py): a value that repeats along axes it does not vary over, and one
-# that is looked at by other axes of the same elements: by those among `axes` that it has not.
+# In plans only (backend/program/regroup.py): a value that repeats along axes it does not vary over,
+# and one that is looked at by other axes of the same elements: by those among `axes` that it has
+# not.
 EXPAND, REGROUP = "expand", "regroup"
 
 Stride = int | str  # a number of elements, or the name of a run-time size

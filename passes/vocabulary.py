@@ -3,7 +3,7 @@ means.
 
 To fuse one more pointwise op, add a row here: to FUNCTIONS if a region's function computes it with
 the same arguments, else to COMPOSED. A function that regions do not have yet needs a row in
-backend/pointwise.py too.
+backend/program/pointwise.py too.
 """
 
 from __future__ import annotations

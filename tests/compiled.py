@@ -56,7 +56,7 @@ def run_in_child(text: str, x: torch.Tensor) -> torch.Tensor:
     """A kernel of one input and one output, as a DataLoader's worker would run it. Lives here
     because a spawned process imports it by name.
     """
-    from normpass.backend import runtime
+    from normpass.backend.run import runtime
 
     torch.set_num_threads(1)
     return runtime.kernel(text)([x], [len(x)])[0]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from normpass.backend import record
+from normpass.backend.explain import record
 from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:

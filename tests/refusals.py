@@ -18,9 +18,11 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor.virtualized import V
 from torch.fx import Node
 
-from normpass.backend import calibration, entry, record, traffic
-from normpass.backend.memory_format import Wishes, channels_last
-from normpass.backend.report import RefusedNorm, refusals
+from normpass.backend import entry
+from normpass.backend.explain import record
+from normpass.backend.explain.report import RefusedNorm, refusals
+from normpass.backend.inductor.memory_format import Wishes, channels_last
+from normpass.backend.run import calibration
 from normpass.benchmarks import zoo
 from normpass.passes.cost import Caches, Conditions
 from normpass.passes.pipeline import Decision, Fused
@@ -53,8 +55,7 @@ def made_with(model: str) -> str:
 
 def report(model: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of every case of a model: how many norms are fused, and each that is not, with its reason."""
-    for module in (entry, traffic):
-        monkeypatch.setattr(module, "conditions_of", lambda device: CONDITIONS)
+    monkeypatch.setattr(entry, "conditions_of", lambda device: CONDITIONS)
     lines = [f"# {made_with(model)}"]
     for case in zoo.select([model]):
         found = decisions(case)

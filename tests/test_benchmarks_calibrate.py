@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from normpass.backend import calibration
-from normpass.backend.reference import evaluate
+from normpass.backend.run import calibration
+from normpass.backend.run.reference import evaluate
 from normpass.benchmarks import bench, calibrate
 from normpass.passes.cost import PRICED, Calibration
 from normpass.passes.region import parse

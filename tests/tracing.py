@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from normpass.backend.entry import decomposition_table
-from normpass.backend.op import region_op
+from normpass.backend.run.op import region_op
 from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
 from normpass.passes.region import Region, parse
 

@@ -154,7 +154,7 @@ def others() -> Iterator[Case]:
 
 def functions() -> Iterator[Case]:
     """Every function of the pointwise table, of values and of literals."""
-    from normpass.backend.pointwise import POINTWISE
+    from normpass.backend.program.pointwise import POINTWISE
 
     positive = {"sqrt", "rsqrt", "log", "log1p", "pow"}
     for fn, row in POINTWISE.items():
@@ -245,7 +245,7 @@ def make_inputs(case: Case, region: Region, extents: Mapping[str, int]) -> dict[
 
 def check(case: Case, tiling: Tiling | None, device: str) -> None:
     """Raises AssertionError if a region's outputs are further from the oracle than they may be."""
-    from normpass.backend.launch_triton import TritonKernel
+    from normpass.backend.run.launch_triton import TritonKernel
     from normpass.passes.region import parse
 
     region = parse(case.text)
@@ -288,7 +288,7 @@ def check_random(examples: int) -> None:
     from hypothesis import strategies as st
 
     from normpass.backend.codegen.triton_tiling import Tiling
-    from normpass.backend.launch_triton import TritonKernel
+    from normpass.backend.run.launch_triton import TritonKernel
 
     sizes_of_blocks = st.sampled_from(
         [

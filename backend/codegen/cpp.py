@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen.cpp_loops import LoopPrinter
 from normpass.backend.codegen.cpp_names import COMBINE, TYPES
 from normpass.backend.codegen.text import index_expression
-from normpass.backend.tree import (
+from normpass.backend.program.tree import (
     Accumulate,
     Accumulator,
     Begin,

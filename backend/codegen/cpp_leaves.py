@@ -12,8 +12,8 @@ import torch
 
 from normpass.backend.codegen.cpp_names import COMBINE, Names, operand
 from normpass.backend.codegen.text import index_expression
-from normpass.backend.pointwise import POINTWISE
-from normpass.backend.tree import (
+from normpass.backend.program.pointwise import POINTWISE
+from normpass.backend.program.tree import (
     Access,
     Accumulate,
     Accumulator,

@@ -18,7 +18,7 @@ from normpass.backend.codegen.cpp_rows import (
     one_a_row,
     unaligned_row,
 )
-from normpass.backend.tree import (
+from normpass.backend.program.tree import (
     Accumulate,
     Begin,
     Compute,
@@ -37,7 +37,7 @@ from normpass.backend.tree import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from normpass.backend.tree import Plan
+    from normpass.backend.program.tree import Plan
 
 
 class LoopPrinter(LeafPrinter):

@@ -13,13 +13,13 @@ import torch
 
 from normpass.backend.codegen.cpp_rows import rows_together
 from normpass.backend.codegen.text import factor, index_expression
-from normpass.backend.pointwise import truth_values
+from normpass.backend.program.pointwise import truth_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from normpass.backend.codegen.cpp_rows import Following
-    from normpass.backend.tree import Accumulator, Plan
+    from normpass.backend.program.tree import Accumulator, Plan
     from normpass.passes.region import Arg
 
 TYPES = {

@@ -16,8 +16,8 @@ import sympy
 import torch
 
 from normpass.backend.codegen.text import factor, index_expression
-from normpass.backend.pointwise import truth_values
-from normpass.backend.tree import (
+from normpass.backend.program.pointwise import truth_values
+from normpass.backend.program.tree import (
     Access,
     Accumulate,
     Begin,
@@ -36,7 +36,7 @@ from normpass.passes.region import EXPAND
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from normpass.backend.tree import LoopAxis, Node, Plan
+    from normpass.backend.program.tree import LoopAxis, Node, Plan
 
 # Measured on the backward of layer and RMS norm and layer norm's forward (float32, AVX-512, two
 # threads) against one row at a time with the row after the next prefetched: four rows are 1.1x to

@@ -35,7 +35,7 @@ void PyEval_RestoreThread(void*);
 // What every generated file defines.
 void kernel(void* const* tensors, const int64_t* sizes, int workers, bool past_caches);
 
-// All of a launch but the tensors: `Arguments` of backend/runtime.py.
+// All of a launch but the tensors: `Arguments` of backend/run/runtime.py.
 struct Arguments {
   void* (*data_ptr)(PyObject*);  // torch's
   const int64_t* sizes;

@@ -30,7 +30,7 @@ from normpass.passes.region import product
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from normpass.backend.tree import Plan
+    from normpass.backend.program.tree import Plan
 
 
 @dataclass(frozen=True)

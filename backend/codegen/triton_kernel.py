@@ -13,7 +13,7 @@ from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_layout import WIDE, divide_up, times
 from normpass.backend.codegen.triton_leaves import TYPES, LeafPrinter
 from normpass.backend.codegen.triton_tiling import SHARED
-from normpass.backend.tree import Loop
+from normpass.backend.program.tree import Loop
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from normpass.backend.codegen.triton_layout import Names
     from normpass.backend.codegen.triton_stages import Stage
     from normpass.backend.codegen.triton_tiling import Blocks
-    from normpass.backend.tree import LoopAxis, Node, Plan
+    from normpass.backend.program.tree import LoopAxis, Node, Plan
 
 
 @dataclass(frozen=True)

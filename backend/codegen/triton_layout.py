@@ -12,7 +12,7 @@ import sympy
 from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_stages import Stage, walk
 from normpass.backend.codegen.triton_tiling import SHARED, Blocks
-from normpass.backend.tree import Load, LoopAxis, Plan, Store
+from normpass.backend.program.tree import Load, LoopAxis, Plan, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -14,8 +14,8 @@ from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_layout import is_power_of_two, number, times
 from normpass.backend.codegen.triton_program import ProgramPrinter
 from normpass.backend.codegen.triton_stages import operand, uses, walk
-from normpass.backend.pointwise import POINTWISE, truth_values
-from normpass.backend.tree import (
+from normpass.backend.program.pointwise import POINTWISE, truth_values
+from normpass.backend.program.tree import (
     Accumulate,
     Begin,
     Compute,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from normpass.backend.codegen.triton_layout import Names
     from normpass.backend.codegen.triton_stages import Stage
     from normpass.backend.codegen.triton_tiling import Blocks
-    from normpass.backend.tree import Access, Accumulator, Leaf, Plan
+    from normpass.backend.program.tree import Access, Accumulator, Leaf, Plan
     from normpass.passes.region import Arg, Op, Region
 
 

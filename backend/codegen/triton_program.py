@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from normpass.backend.codegen.triton_stages import Stage
     from normpass.backend.codegen.triton_tiling import Blocks
-    from normpass.backend.tree import LoopAxis, Plan
+    from normpass.backend.program.tree import LoopAxis, Plan
 
 
 class ProgramPrinter(Layout):

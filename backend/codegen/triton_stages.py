@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from normpass.backend.tree import (
+from normpass.backend.program.tree import (
     Accumulate,
     Accumulator,
     Begin,

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.triton_stages import Stage, walk
-from normpass.backend.tree import Load, Plan
+from normpass.backend.program.tree import Load, Plan
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from normpass.backend.tree import LoopAxis
+    from normpass.backend.program.tree import LoopAxis
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from normpass.backend import caches, runtime
-from normpass.backend.caches import Caches, caches_of, private_cache
+from normpass.backend.run import caches, runtime
+from normpass.backend.run.caches import Caches, caches_of, private_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ for n in (16, 5, 9):
     x = torch.randn(n, 24)
     y = compiled(x)
     y.sin().sum().backward()
-from normpass.backend import toolchain
+from normpass.backend.run import toolchain
 print(json.dumps({
     "compiled": toolchain.compiled,
     "hit": counters["inductor"]["fxgraph_cache_hit"],
@@ -33,7 +33,7 @@ print(json.dumps({
 """
 BUILD = """
 import sys, torch
-from normpass.backend import runtime
+from normpass.backend.run import runtime
 text = sys.argv[1]
 sys.stdin.readline()  # until everybody is ready
 x = torch.randn(5, 29)

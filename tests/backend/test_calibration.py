@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from normpass.backend import calibration
-from normpass.backend.calibration import SHIPPED, conditions_of
 from normpass.backend.entry import FusionPass
+from normpass.backend.run import calibration
+from normpass.backend.run.calibration import SHIPPED, conditions_of
 from normpass.passes.cost import PRICED, Calibration
 
 if TYPE_CHECKING:

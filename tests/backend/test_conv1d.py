@@ -15,7 +15,8 @@ from torch import nn
 from torch._inductor import ir
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from normpass.backend import conv1d, layouts
+from normpass.backend.inductor import conv1d
+from normpass.backend.run import layouts
 from normpass.passes import faults
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from norm_regions import CASES, decisions, fused
 from snapshots import assert_snapshot
 from torch import Tensor, nn
 
-from normpass.backend.explain import kernel_source
+from normpass.backend.codegen.source import kernel_source
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -18,7 +18,8 @@ from snapshots import assert_snapshot
 from torch.nn import functional as F
 
 import normpass
-from normpass.backend import entry, record
+from normpass.backend import entry
+from normpass.backend.explain import record
 from normpass.decomps.torch_versions import GROUP_NORM_BACKWARD_REWRITTEN
 from normpass.passes.pipeline import Decision, Fused
 from normpass.passes.region import parse
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from normpass.backend.record import Passed
+    from normpass.backend.explain.record import Passed
 
 TRAINED = ("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm")
 X = fixed(*SHAPE) * 2 + 0.5

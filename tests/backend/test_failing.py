@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from compiled import compile_fused, count_fused, run_in_child
 from torch import nn
 
-from normpass.backend import entry, runtime, toolchain
-from normpass.backend.calibration import SHIPPED, conditions_of
+from normpass.backend import entry
 from normpass.backend.codegen import cpp
 from normpass.backend.options import Options
+from normpass.backend.run import runtime, toolchain
+from normpass.backend.run.calibration import SHIPPED, conditions_of
 from normpass.passes.cost import Caches
 
 if TYPE_CHECKING:

@@ -14,11 +14,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tracing import trace
 
-from normpass.backend import dump, entry, inductor_call, launch_triton, record, runtime
+from normpass.backend import entry
 from normpass.backend.codegen import cpp
 from normpass.backend.codegen import triton as triton_generator
 from normpass.backend.codegen.triton_stages import UnsupportedPlanError
+from normpass.backend.explain import dump, record
+from normpass.backend.inductor import inductor_call
 from normpass.backend.options import Options
+from normpass.backend.run import launch_triton, runtime
 from normpass.passes import faults, names, pipeline, regions, rewrite, saved
 from normpass.passes.pipeline import Fused, Refused
 

@@ -11,7 +11,7 @@ from compiled import compile_fused
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from normpass.backend import few_channels
+from normpass.backend.inductor import few_channels
 from normpass.passes import faults
 
 CONVOLUTIONS: dict[str, tuple[Any, ...]] = {  # channels in and out, window, stride, padding

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from normpass.backend import gemm
+from normpass.backend.inductor import gemm
 from normpass.backend.options import Options
 from normpass.passes import faults
 

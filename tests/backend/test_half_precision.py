@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normpass.backend.runtime import ELEMENTS_PER_WORKER, Kernel, kernel
+from normpass.backend.program.machine import ELEMENTS_PER_WORKER
+from normpass.backend.run.runtime import Kernel, kernel
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 by_dtype = pytest.mark.parametrize("name", DTYPES)
@@ -78,7 +79,7 @@ def test_numbers_are_the_same_written_past_the_caches(
 ) -> None:
     """Whatever the size of this machine's caches: none keep nothing, huge ones everything."""
     own_cache = 0 if past_caches else 1 << 40
-    monkeypatch.setattr("normpass.backend.runtime.private_cache", lambda: own_cache)
+    monkeypatch.setattr("normpass.backend.run.runtime.private_cache", lambda: own_cache)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     region = Kernel(CAST.format(source=source, width="?", target=target))
     for width in WIDTHS:

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import normpass
-from normpass.backend import record
+from normpass.backend.explain import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from normpass.backend import higher_order, record
+from normpass.backend import higher_order
+from normpass.backend.explain import record
 from normpass.backend.higher_order import handover, kept
 from normpass.passes import faults
 

@@ -19,8 +19,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from tracing import trace
 
-from normpass.backend import image_gradients
-from normpass.backend.image_gradients import CONVOLUTION, IMAGES, LAST, POOLING, UPSAMPLING
+from normpass.backend.inductor import image_gradients
+from normpass.backend.inductor.image_gradients import CONVOLUTION, IMAGES, LAST, POOLING, UPSAMPLING
 from normpass.benchmarks.measure import peak_bytes
 from normpass.passes import faults
 

@@ -14,8 +14,11 @@ from torch._inductor.utils import run_and_get_code
 from tracing import trace
 
 import normpass
-from normpass.backend import entry, inductor_call, record, toolchain
+from normpass.backend import entry
+from normpass.backend.explain import record
+from normpass.backend.inductor import inductor_call
 from normpass.backend.options import Options
+from normpass.backend.run import toolchain
 from normpass.passes.pipeline import Refused
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ OPERATOR = "torch.ops.normpass.region.default("
 EAGER = """
 import torch
 from torch._dynamo.utils import counters
-from normpass.backend import inductor_call
+from normpass.backend.inductor import inductor_call
 norm = torch.nn.LayerNorm(37)
 options = {"inner": "eager", "least_bytes": 0}
 torch.compile(norm, backend="normpass", options=options)(torch.randn(6, 37))
@@ -160,7 +163,7 @@ def test_without_what_it_needs_of_inductor_the_operator_is_called(monkeypatch: A
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings
 
-    from normpass.backend.op import region_op
+    from normpass.backend.run.op import region_op
 
     monkeypatch.delitem(lowerings, region_op, raising=False)
     monkeypatch.delattr(ir, "FallbackKernel")

@@ -19,8 +19,9 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import normpass
-from normpass.backend import inductor_mistakes, rest
+from normpass.backend import inductor_mistakes
 from normpass.backend.entry import FusionPass
+from normpass.backend.inductor import rest
 from normpass.backend.inductor_mistakes import (
     MISTAKES,
     equal_maxima,

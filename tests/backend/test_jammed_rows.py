@@ -15,11 +15,11 @@ import torch
 from compiled import compile_fused, no_recompiles
 from torch import nn
 
-from normpass.backend import record
 from normpass.backend.codegen import cpp
-from normpass.backend.explain import kernel_source
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import Kernel
+from normpass.backend.codegen.source import kernel_source
+from normpass.backend.explain import record
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.runtime import Kernel
 from normpass.passes.pipeline import Fused
 from normpass.passes.region import parse
 
@@ -149,7 +149,7 @@ def test_any_number_of_rows(
     """One kernel for none, for one, for fewer than go together, and for some left over."""
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     own_cache = 0 if past_caches else 1 << 40
-    monkeypatch.setattr("normpass.backend.runtime.private_cache", lambda: own_cache)
+    monkeypatch.setattr("normpass.backend.run.runtime.private_cache", lambda: own_cache)
     kernel = Kernel(text_of(width, "f32", added=True))
     assert together(kernel.source) == jam
     for rows in (0, 1, 2, 3, 4, 5, 7, 9, 22):

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 from tracing import fused
 
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import kernel
-from normpass.backend.tree import Compute, Keep, walk
+from normpass.backend.program.plan import make_plan
+from normpass.backend.program.tree import Compute, Keep, walk
+from normpass.backend.run.runtime import kernel
 from normpass.passes.region import parse
 from normpass.passes.vocabulary import EXPENSIVE
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from normpass.backend.tree import Leaf, Plan
+    from normpass.backend.program.tree import Leaf, Plan
 
 ROWS, WIDTH = 50, 40
 

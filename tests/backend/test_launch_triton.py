@@ -13,8 +13,8 @@ import pytest
 import torch
 import triton_regions
 
-from normpass.backend import launch_triton
-from normpass.backend.launch_triton import TritonKernel
+from normpass.backend.run import launch_triton
+from normpass.backend.run.launch_triton import TritonKernel
 from normpass.passes.region import parse
 
 if TYPE_CHECKING:

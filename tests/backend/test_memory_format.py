@@ -15,8 +15,9 @@ from torch._inductor import ir
 from torch.nn import functional as F
 from tracing import trace
 
-from normpass.backend import inductor_call, layouts
-from normpass.backend.images import images as image_nodes
+from normpass.backend.inductor import inductor_call
+from normpass.backend.inductor.images import images as image_nodes
+from normpass.backend.run import layouts
 from normpass.passes.region import parse
 
 if TYPE_CHECKING:

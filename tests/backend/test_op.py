@@ -7,8 +7,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from normpass.backend import reference
-from normpass.backend.op import region_op
+from normpass.backend.run import reference
+from normpass.backend.run.op import region_op
 from normpass.passes.region import parse
 
 CENTRE = """\

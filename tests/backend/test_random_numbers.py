@@ -12,7 +12,7 @@ from torch._inductor import config, cpu_vec_isa
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
-from normpass.backend import random_numbers
+from normpass.backend.inductor import random_numbers
 from normpass.passes import faults
 
 if TYPE_CHECKING:

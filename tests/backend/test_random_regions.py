@@ -17,9 +17,9 @@ import random_regions
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
-from normpass.backend import reference, runtime
-from normpass.backend.plan import make_plan
-from normpass.backend.tree import CPU
+from normpass.backend.program.machine import CPU
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run import reference, runtime
 from normpass.passes.region import REGROUP, parse, verify
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from compiled import compile_fused, count_fused
 from torch import nn
 from torch.nn import functional as F
 
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import kernel
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.runtime import kernel
 from normpass.passes.region import REGROUP, parse
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from normpass.backend.tree import Plan
+    from normpass.backend.program.tree import Plan
 
 LAST = torch.channels_last
 

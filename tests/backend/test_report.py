@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import normpass
-from normpass.backend.report import place
+from normpass.backend.explain.report import place
 from normpass.passes.pipeline import Fused
 from normpass.passes.region import parse
 from normpass.passes.sizes import human

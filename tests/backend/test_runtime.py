@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from normpass.backend.runtime import CallSite, Kernel
+from normpass.backend.run.runtime import CallSite, Kernel
 
 SCALED = """\
 region scaled

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from normpass.backend.codegen import cpp
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import Kernel
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.runtime import Kernel
 from normpass.passes.region import parse
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def test_any_number_of_rows(
     width: int, dtype: str, past_caches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_cache = 0 if past_caches else 1 << 40
-    monkeypatch.setattr("normpass.backend.runtime.private_cache", lambda: own_cache)
+    monkeypatch.setattr("normpass.backend.run.runtime.private_cache", lambda: own_cache)
     forward, backward = (Kernel(text_of(t, width, dtype)) for t in (FORWARD, BACKWARD))
     assert abreast(forward.source)
     assert abreast(backward.source) is (dtype == "bf16")
@@ -224,7 +224,7 @@ def test_heads_whose_rows_lie_apart(
     kernel = Kernel(HEADS.format(b=b, t=t, h=h, d=d, dtype=dtype))
     assert abreast(kernel.source) is (dtype == "bf16")
     assert "share(n_b * n_t * n_h," in kernel.source
-    monkeypatch.setattr("normpass.backend.runtime.ELEMENTS_PER_WORKER", 1)
+    monkeypatch.setattr("normpass.backend.run.runtime.ELEMENTS_PER_WORKER", 1)
     kind = DTYPES[dtype]
 
     def exactly(x: Tensor, w: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from triton_regions import MODULATED_BACKWARD, fill
 
 from normpass.backend.codegen.cpp import generate
 from normpass.backend.codegen.triton_stages import split
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import Kernel
-from normpass.backend.tree import CPU, GPU, Machine
+from normpass.backend.program.machine import CPU, GPU, Machine
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.runtime import Kernel
 from normpass.passes.region import Region, parse, product
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}

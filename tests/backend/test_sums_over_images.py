@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import Kernel
-from normpass.backend.tree import Finish, walk
+from normpass.backend.program.plan import make_plan
+from normpass.backend.program.tree import Finish, walk
+from normpass.backend.run.runtime import Kernel
 from normpass.passes.region import parse
 
 TEXT = """\

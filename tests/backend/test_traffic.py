@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from normpass.backend.caches import caches_of
-from normpass.backend.traffic import traffic
+from normpass.backend.program.traffic import traffic
+from normpass.backend.run.caches import caches_of
 from normpass.passes.cost import Caches, Conditions
 
 ROWS, ROW = 32, 64

@@ -17,10 +17,10 @@ import triton_cases
 import triton_regions
 from snapshots import assert_snapshot
 
-from normpass.backend import launch_triton
 from normpass.backend.codegen.triton import generate
-from normpass.backend.plan import make_plan
-from normpass.backend.tree import GPU
+from normpass.backend.program.machine import GPU
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run import launch_triton
 from normpass.decomps.torch_versions import release
 from normpass.passes.region import DTYPE_NAMES, parse
 
@@ -221,8 +221,8 @@ def test_sizes_do_not_recompile() -> None:
 
 def test_the_same_region_gives_the_same_text() -> None:
     program = (
-        "from normpass.backend.plan import make_plan\n"
-        "from normpass.backend.tree import GPU\n"
+        "from normpass.backend.program.plan import make_plan\n"
+        "from normpass.backend.program.tree import GPU\n"
         "from normpass.backend.codegen.triton import generate\n"
         "from normpass.passes.region import parse\n"
         "import sys\n"

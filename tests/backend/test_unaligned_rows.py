@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from normpass.backend.codegen import cpp
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import Kernel
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.runtime import Kernel
 from normpass.passes.region import parse
 
 # What stands beside whole vectors: half precision, truth values, and tensors that lie across.
@@ -45,7 +45,7 @@ def test_every_length_of_a_row(past_caches: bool, monkeypatch: pytest.MonkeyPatc
     else.
     """
     own_cache = 0 if past_caches else 1 << 40
-    monkeypatch.setattr("normpass.backend.runtime.private_cache", lambda: own_cache)
+    monkeypatch.setattr("normpass.backend.run.runtime.private_cache", lambda: own_cache)
     kernel = Kernel(MIXED)
     assert "each_aligned<scalar>(p_y + " in kernel.source
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def test_as_exact_as_eager(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for own_cache in (0, 1 << 40):
         monkeypatch.setattr(
-            "normpass.backend.runtime.private_cache", lambda own_cache=own_cache: own_cache
+            "normpass.backend.run.runtime.private_cache", lambda own_cache=own_cache: own_cache
         )
         kernel._launches.clear()
         found.append(kernel([x], [300]))

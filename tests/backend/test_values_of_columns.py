@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from normpass.backend.plan import make_plan
-from normpass.backend.runtime import Kernel
-from normpass.backend.traffic import traffic
-from normpass.backend.tree import CPU, GPU, Compute, Keep, Loop, walk
+from normpass.backend.program.machine import CPU, GPU
+from normpass.backend.program.plan import make_plan
+from normpass.backend.program.traffic import traffic
+from normpass.backend.program.tree import Compute, Keep, Loop, walk
+from normpass.backend.run.runtime import Kernel
 from normpass.passes.cost import Caches, Conditions
 from normpass.passes.region import parse
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normpass.backend.runtime import kernel
+from normpass.backend.run.runtime import kernel
 
 inf, nan = float("inf"), float("nan")
 FUNCTIONS = {"erf": torch.erf, "tanh": torch.tanh, "exp": torch.exp, "sigmoid": torch.sigmoid}

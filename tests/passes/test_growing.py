@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from tracing import calls, functions, fuse, fused, trace
 
-from normpass.backend.op import region_op
+from normpass.backend.run.op import region_op
 from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from tracing import fuse, trace
 
-from normpass.backend.reference import evaluate
+from normpass.backend.run.reference import evaluate
 from normpass.passes import pipeline
 from normpass.passes.pipeline import Fused, fuse_graph
 from normpass.passes.region import parse

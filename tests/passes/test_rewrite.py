@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from tracing import calls, fuse, trace
 
-from normpass.backend.op import region_op
+from normpass.backend.run.op import region_op
 from normpass.passes.pipeline import Fused
 from normpass.passes.region import parse
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from normpass.backend.entry import SavingPass, decomposition_table
-from normpass.backend.mutated import constant_inputs
+from normpass.backend.inductor.mutated import constant_inputs
 from normpass.backend.options import Options
 from normpass.benchmarks.measure import peak_bytes
 from normpass.passes import saved

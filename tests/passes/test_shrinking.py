@@ -12,7 +12,7 @@ import pytest
 import torch
 from tracing import calls, functions, fuse, trace
 
-from normpass.backend.op import region_op
+from normpass.backend.run.op import region_op
 from normpass.passes import pipeline, shrink
 from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
 from normpass.passes.region import Region, parse

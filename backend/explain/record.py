@@ -1,0 +1,115 @@
+"""What became of every norm: counters, logs, traces, and whoever listens or watches."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from torch._dynamo.utils import counters
+from torch._logging._internal import trace_structured
+
+from normpass.backend.explain.listing import Line, is_backward, listing
+from normpass.passes.pipeline import Decision, Fused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.fx import Graph
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One graph that went through the pass: before, after, and what was decided in it."""
+
+    phase: str
+    before: tuple[Line, ...]
+    after: tuple[Line, ...]
+    decisions: tuple[Decision, ...]
+
+
+_listeners: list[list[Decision]] = []
+_watchers: list[list[Passed]] = []
+_lock = Lock()
+
+
+@contextmanager
+def _attached(everybody: list[list[Any]], mine: list[Any]) -> Iterator[None]:
+    with _lock:
+        everybody.append(mine)
+    try:
+        yield
+    finally:
+        with _lock:
+            everybody[:] = [other for other in everybody if other is not mine]
+
+
+@contextmanager
+def listen() -> Iterator[list[Decision]]:
+    """Collects the decisions made while the block runs, in whatever thread (backward graphs of GPU
+    models are compiled in autograd's)."""
+    heard: list[Decision] = []
+    with _attached(_listeners, heard):
+        yield heard
+
+
+@contextmanager
+def watch() -> Iterator[list[Passed]]:
+    """Collects the graphs that go through the pass while the block runs, in whatever thread."""
+    seen: list[Passed] = []
+    with _attached(_watchers, seen):
+        yield seen
+
+
+def before(graph: Graph) -> tuple[Line, ...]:
+    """A graph's listing for those who watch; empty, and for free, if nobody does."""
+    return listing(graph) if _watchers else ()
+
+
+def after(before: tuple[Line, ...], graph: Graph, made: Sequence[Decision]) -> None:
+    """Hands a graph that went through the pass to those who watch."""
+    if not before:
+        return
+    phase = "backward" if is_backward(graph) else "forward"
+    passed = Passed(phase, before, listing(graph), tuple(made))
+    with _lock:
+        for seen in _watchers:
+            seen.append(passed)
+
+
+def decisions(made: Sequence[Decision]) -> None:
+    """Counts, logs and traces what a pass decided."""
+    for decision in made:
+        if isinstance(decision, Fused):
+            counters["normpass"][f"fused {decision.name}"] += 1
+            log.info("fused %s of %s", decision.name, decision.module or "the graph")
+            log.debug("%s", decision.text)
+        else:
+            counters["normpass"][f"refused {decision.name}: {decision.reason}"] += 1
+            log.info(
+                "refused %s of %s: %s",
+                decision.name,
+                decision.module or "the graph",
+                decision.reason,
+            )
+    if made:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": "normpass_decisions", "encoding": "string"},
+            payload_fn=lambda: "\n\n".join(map(describe, made)),
+        )
+    with _lock:
+        for heard in _listeners:
+            heard.extend(made)
+
+
+def describe(decision: Decision) -> str:
+    """A decision as text."""
+    head = f"{decision.phase} {decision.name} of {decision.module or 'the graph'}"
+    if isinstance(decision, Fused):
+        return f"fused {head}\n{decision.text}"
+    return f"refused {head}: {decision.reason}"

@@ -1,0 +1,183 @@
+"""The report of `normpass.explain`: what it holds, and as a table."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from normpass.backend.explain.page import page
+from normpass.backend.explain.words import place, refusals, short, times
+from normpass.backend.program.traffic import traffic
+from normpass.backend.run.calibration import conditions_of
+from normpass.passes.sizes import human
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from normpass.backend.explain.record import Passed
+    from normpass.passes.pipeline import Fused
+
+# Importing rich draws from the user's random numbers.
+_STATE = random.getstate()
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+finally:
+    random.setstate(_STATE)
+
+TARGETS = {"cpu": "cpp", "cuda": "triton"}
+# Without a terminal there is no width to keep to, but a table should stay one a person can read.
+WIDEST = 160
+
+
+@dataclass
+class FusedNorm:
+    """A norm that became one kernel.
+
+    name: the region's. module: its modules' dotted paths, or file:line; "" is the model itself.
+    phase: "forward" or "backward". bytes_least: every input read once and every output written
+    once. bytes_moved, passes: what its plan moves through memory on this machine, and how often it
+    goes over its largest input (the rule is in backend/program/traffic.py). target: "cpp" or
+    "triton". text: the region.
+    """
+
+    name: str
+    module: str
+    phase: str
+    bytes_moved: int
+    bytes_least: int
+    passes: int
+    target: str
+    text: str
+    fused: Fused = field(repr=False)
+    print_kernel: Callable[[Fused], str] = field(repr=False)
+
+    @classmethod
+    def of(cls, fused: Fused, print_kernel: Callable[[Fused], str]) -> FusedNorm:
+        """print_kernel: what prints the kernel when it is asked for."""
+        here = conditions_of(fused.device)
+        moved = traffic(fused.text, fused.sizes, fused.device, here)
+        return cls(
+            name=fused.name,
+            module=fused.module,
+            phase=fused.phase,
+            bytes_moved=moved.moved,
+            bytes_least=fused.estimate.least,
+            passes=moved.passes,
+            target=TARGETS.get(fused.device, fused.device),
+            text=fused.text,
+            fused=fused,
+            print_kernel=print_kernel,
+        )
+
+    @cached_property
+    def source(self) -> str:
+        """The kernel."""
+        return self.print_kernel(self.fused)
+
+
+@dataclass(frozen=True)
+class RefusedNorm:
+    """A norm that no kernel of ours computes, and why; else as FusedNorm."""
+
+    name: str
+    module: str
+    phase: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """What `normpass.explain` found.
+
+    title: what was explained. regions, refused: norms. graphs: those that went through the pass,
+    before and after. `print(report)` is a table, `report.save("report.html")` a page.
+    """
+
+    title: str
+    regions: list[FusedNorm]
+    refused: list[RefusedNorm]
+    graphs: list[Passed] = field(repr=False)
+
+    def __str__(self) -> str:
+        terminal = sys.stdout.isatty()
+        out = io.StringIO()
+        console = Console(
+            file=out,
+            force_terminal=terminal,
+            color_system="auto" if terminal else None,
+            width=None if terminal else WIDEST,
+            legacy_windows=False,
+        )
+        for table in (self._fused(terminal), self._refused(terminal)):
+            if table.row_count:
+                console.print(table)
+        console.print(Text(self.summary()))
+        # Plain tables are padded to their width, which nobody wants to see.
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def summary(self) -> str:
+        """One sentence: how much was fused, and the bytes."""
+        total = len(self.regions) + len(self.refused)
+        if not total:
+            return f"{self.title}: no norms found."
+        text = f"{self.title}: {len(self.regions)} fused, {len(self.refused)} not."
+        if self.regions:
+            moved = sum(region.bytes_moved for region in self.regions)
+            least = sum(region.bytes_least for region in self.regions)
+            text += (
+                f" The fused ones move {human(moved)}; the least possible is {human(least)}"
+                f" ({times(moved, least)})."
+            )
+        return text
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page that needs nothing else: the table, regions, kernels, and the graphs
+        before and after.
+        """
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def _fused(self, terminal: bool) -> Table:
+        table = _table("fused", terminal)
+        for heading in ("norm", "phase", "module"):
+            table.add_column(heading, overflow="fold")
+        for heading in ("moved", "least", "ratio", "passes"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("target")
+        for region in self.regions:
+            table.add_row(
+                *map(Text, (short(region.name), region.phase, place(region.module))),
+                human(region.bytes_moved),
+                human(region.bytes_least),
+                times(region.bytes_moved, region.bytes_least),
+                str(region.passes),
+                region.target,
+            )
+        if len(self.regions) > 1:
+            moved = sum(region.bytes_moved for region in self.regions)
+            least = sum(region.bytes_least for region in self.regions)
+            table.add_section()
+            table.add_row("total", "", "", human(moved), human(least), times(moved, least), "", "")
+        return table
+
+    def _refused(self, terminal: bool) -> Table:
+        table = _table("not fused", terminal)
+        for heading in ("norm", "phase", "module", "reason"):
+            table.add_column(heading, overflow="fold")
+        for cells in refusals(self.refused):
+            table.add_row(*map(Text, cells))
+        return table
+
+
+def _table(title: str, terminal: bool) -> Table:
+    # Text, here and in the rows, because paths hold brackets, which rich would take for its markup.
+    look = box.SIMPLE_HEAD if terminal else box.ASCII2
+    return Table(title=Text(title), title_justify="left", title_style="bold", box=look)

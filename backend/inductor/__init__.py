@@ -1,0 +1,1 @@
+"""How the rest of a graph goes to Inductor, and how its code calls a region."""

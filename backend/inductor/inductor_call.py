@@ -1,0 +1,159 @@
+"""How code that Inductor prints calls a region.
+
+Inductor calls an operator it does not know through the dispatcher. On CPUs its code calls the
+region's kernel directly instead: with caches swept by the tensors of a step, the detour through the
+dispatcher costs about 40 us, as much as a twentieth of a backward over 50 MB.
+
+Code without Python cannot call it at all: AOTInductor packages run in C++ alone, and cpp_wrapper is
+meant to. Regions stay with Inductor there until kernels can be packaged (`without_python`).
+
+Uses of torch._inductor here (ir.FallbackKernel and MultiOutput, register_lowering, add_import_once,
+config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation, and
+GraphLowering.find_nodes_prefer_channels_last) were checked on torch 2.11, 2.13 and 2.15; where they
+are missing, the operator is called as any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from normpass.backend.inductor.images import images
+from normpass.backend.inductor.memory_format import Wishes, settled
+from normpass.backend.inductor_mistakes.mistake import wrap
+from normpass.backend.run.op import print_for, region_op
+from normpass.backend.run.runtime import kernel
+from normpass.passes import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+NAME = "normpass_region"
+IMPORT = f"from normpass.backend.run.runtime import launch as {NAME}"
+# Where tensors lie as the region's text says: a name for each place that calls one.
+CALL_SITE = "normpass_call_site"
+IMPORT_CALL_SITE = f"from normpass.backend.run.runtime import CallSite as {CALL_SITE}"
+
+
+@cache
+def install() -> None:
+    """Tells Inductor, once a process, how to lower the operator and what lies beside it. Graphs
+    without regions are compiled as ever.
+    """
+    try:
+        _install()
+    except Exception as error:  # another Inductor than those that were checked
+        log.info("regions are called through the dispatcher: %r", error)
+
+
+def without_python() -> str | None:
+    """Why the code that is being compiled cannot call a region; None if it can."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    if V.aot_compilation:
+        return "AOTInductor: a package runs without Python, which calls this kernel"
+    if config.cpp_wrapper:
+        return "cpp_wrapper: C++ calls what is compiled, and Python calls this kernel"
+    if config.fx_wrapper:
+        return "fx_wrapper: Inductor's code as an FX graph holds no calls of operators of others"
+    return None
+
+
+def rounds_everywhere() -> bool:
+    """Whether Inductor is told to round half precision wherever eager mode would."""
+    from torch._inductor import config
+
+    return bool(config.emulate_precision_casts)
+
+
+def _settled(
+    text: str, sizes: Sequence[Any], inputs: Sequence[Any], graph: Any
+) -> tuple[str, Sequence[Any]]:
+    """A region's text and sizes where its tensors lie now.
+
+    Raises:
+        NotImplementedError: if there is no kernel for that.
+    """
+    wishes = Wishes(graph.nodes_prefer_channels_last, graph.user_visible_output_strides)
+    new = settled(text, sizes, inputs, graph.current_node, wishes)
+    print_for(new[0], inputs[0].get_device().type)
+    return new
+
+
+def _start(text: str, device: str) -> None:
+    """Begins to compile a region's kernel while Inductor goes on."""
+    if device == "cpu":
+        kernel(text)
+
+
+def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What Inductor prefers to have in channels_last, without what is no image: where there are
+    regions, they have settled where it lies.
+    """
+
+    def find_nodes_prefer_channels_last(lowering: Any) -> Any:
+        found, graph = find(lowering), lowering.module.graph
+        if graph.find_nodes(op="call_function", target=region_op):
+            with faults.survived("telling images from the rest", "a graph", "All are some"):
+                kept = images(graph)
+                return type(found)(node for node in found if node in kept)
+        return found
+
+    return find_nodes_prefer_channels_last
+
+
+def _install() -> None:
+    from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+    from torch.utils._pytree import tree_map
+
+    class RegionKernel(ir.FallbackKernel):
+        """The operator, called by another name where Python calls it with CPU tensors."""
+
+        def codegen(self, wrapper: Any) -> None:
+            device = self.get_device()
+            if device is not None and device.type == "cpu":
+                self.python_kernel_name = self.name_for_python(wrapper)
+            super().codegen(wrapper)
+
+        def name_for_python(self, wrapper: Any) -> str:
+            wrapper.add_import_once(IMPORT)
+            return NAME
+
+    class SettledRegionKernel(RegionKernel):
+        """One whose tensors lie as its text says."""
+
+        def name_for_python(self, wrapper: Any) -> str:
+            name = f"{NAME}_{self.get_name()}"
+            wrapper.add_import_once(IMPORT_CALL_SITE)
+            wrapper.add_import_once(f"{name} = {CALL_SITE}()")
+            return name
+
+    wrap(GraphLowering, "find_nodes_prefer_channels_last", _only_images)
+
+    @register_lowering(region_op, type_promotion_kind=None)
+    def lower(inputs: Sequence[Any], sizes: Sequence[Any], text: str) -> Any:
+        inputs = [ir.ExternKernel.realize_input(x) for x in inputs]
+        for x in inputs:
+            if ir.is_storage_and_layout(x):
+                ir.as_storage_and_layout(x, freeze=True)
+        call: type[RegionKernel] = RegionKernel
+        with faults.survived("settling where its tensors lie", "a region", "They are copied"):
+            try:
+                text, sizes = _settled(text, sizes, inputs, V.graph)
+                call = SettledRegionKernel
+            except NotImplementedError as error:
+                log.info("the tensors of a region are copied: %s", error)
+        with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
+            _start(text, inputs[0].get_device().type)
+        results: Any = call.create(region_op, inputs, sizes, text)
+        for result in results:
+            # They are made as the text says: to ask costs as much as to make them.
+            result.skip_size_stride_alignment_checks = call is SettledRegionKernel
+        return tree_map(ir.TensorBox.create, results)

@@ -1,0 +1,42 @@
+"""From a region to a kernel plan: which loops, in which order, and what each of them computes.
+
+A plan is a tree (tree.py) over axes in one order (axes.py), with every value in its place
+(schedule.py). Lanes run along one of the axes, or along short groups together (regroup.py). Every
+generator prints this tree, and none of them decides anything about dependences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from normpass.backend.program.axes import (
+    choose_order,
+    choose_vector,
+    coalesce,
+    local_axes,
+    split_reductions,
+)
+from normpass.backend.program.machine import CPU, Machine
+from normpass.backend.program.regroup import regroup
+from normpass.backend.program.schedule import Scheduler
+from normpass.backend.program.tree import LoopAxis, Plan
+
+if TYPE_CHECKING:
+    from normpass.passes.region import Region
+
+
+def make_plan(region: Region, machine: Machine = CPU) -> Plan:
+    """The plan of a region, from its text and the kind of machine alone: everywhere the same."""
+    region, axes, accesses, numel = coalesce(region)
+    vector = choose_vector(axes, accesses)
+    small: tuple[LoopAxis, ...] = ()
+    if machine.regroups and (found := regroup(region, axes, accesses, vector)):
+        region, axes, accesses, vector = found.region, found.axes, found.accesses, found.vector
+        small = found.small
+    local = local_axes(region)
+    # The lanes of whole groups stay inside of what their sums run over.
+    inner = local | {vector} if small else local
+    order = (*choose_order(region, axes, accesses, inner, vector, machine), *small)
+    region = split_reductions(region, order)
+    body = Scheduler(region, order, accesses, machine, vector, local).plan()
+    return Plan(region, order, vector, local, body, numel)

@@ -1,0 +1,1 @@
+"""Runs regions: the operator, kernels built and kept, launched on CPUs and GPUs."""

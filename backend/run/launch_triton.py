@@ -1,0 +1,180 @@
+"""Running a region on a GPU: from its text to a Triton module, and from tensors to launches.
+
+Under TRITON_INTERPRET=1 the same code runs on CPU tensors, for tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normpass.backend.codegen import triton as generator
+from normpass.backend.program.machine import GPU
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.layouts import Layout, relaid_out
+from normpass.backend.run.reference import evaluate
+from normpass.backend.run.toolchain import cache_dir
+from normpass.passes.region import Region, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from normpass.backend.codegen.triton_tiling import Tiling
+
+log = logging.getLogger(__name__)
+
+# Without a GPU, as many programs share the rows as if there were so many multiprocessors.
+INTERPRETED_PROCESSORS = 3
+
+
+class TritonKernel:
+    """A region's Triton module. Call it with the region's input tensors and its run-time sizes.
+
+    Raises:
+        UnsupportedPlanError: if there is no Triton form of the region's plan.
+    """
+
+    def __init__(self, region: Region, tiling: Tiling | None = None) -> None:
+        self.region = region
+        self.source = generator.generate(make_plan(region, GPU), tiling)
+        self._run: Callable[..., None] | None = None
+        self._failed = False
+
+    def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        region, extents = self.region, self.region.extents(sizes)
+        planned = [Layout.of(region, buffer, extents) for buffer in region.inputs]
+        inputs = relaid_out(region, inputs, planned)
+        if self._failed:
+            return evaluate(region, inputs, sizes)
+        device = inputs[0].device
+        outputs = [
+            Layout.of(region, output.buffer, extents).empty(device) for output in region.outputs
+        ]
+        tensors = [*inputs, *outputs]
+        with _on(device) as processors:
+            if self._run is not None:
+                self._run(tensors, sizes, processors)
+            elif not self._first(tensors, sizes, processors):
+                return evaluate(region, inputs, sizes)
+        return outputs
+
+    def _first(self, tensors: list[Tensor], sizes: Sequence[int], processors: int) -> bool:
+        """The first call builds the kernels before it launches any, so that only what goes wrong in
+        building leaves the region unfused, with one warning. What goes wrong in a launch is the
+        device's own error and is raised. Whether it was launched.
+        """
+        from triton.runtime.errors import TritonError
+
+        try:
+            run = load(self.source.text).run
+            build(run, tensors, sizes, processors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return self._fail(error)
+        try:
+            run(tensors, sizes, processors)
+        except TritonError as error:  # more shared memory or registers than the device has
+            return self._fail(error)
+        self._run = run
+        return True
+
+    def _fail(self, error: Exception) -> bool:
+        self._failed = True
+        log.warning(
+            "region %s runs unfused: its Triton kernel could not be built: %s",
+            self.region.name,
+            error,
+        )
+        return False
+
+
+def build(
+    run: Callable[..., None], tensors: list[Tensor], sizes: Sequence[int], processors: int
+) -> None:
+    """Compiles every kernel that `run`, a generated module's, launches with these arguments, and
+    launches none.
+
+    `warmup` of Triton's JIT functions (checked on 3.6 and 3.9) does that for one. Here `run` is
+    called with functions in their place that do it when they are launched. Triton's interpreter
+    has nothing to compile.
+    """
+    from triton.runtime.jit import JITFunction
+
+    names = run.__globals__
+    compiled = {k: _Build(v) for k, v in names.items() if isinstance(v, JITFunction)}
+    if compiled:
+        FunctionType(run.__code__, {**names, **compiled})(tensors, sizes, processors)
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Stands for a kernel: launched, it is compiled."""
+
+    kernel: Any
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self.kernel.warmup, grid=grid)
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[int]:
+    """Makes a device the current one; how many multiprocessors it has."""
+    if device.type != "cuda":
+        yield INTERPRETED_PROCESSORS
+        return
+    with torch.cuda.device(device):
+        yield _processors(device.index)
+
+
+@lru_cache(maxsize=4096)
+def kernel(text: str) -> TritonKernel:
+    """The Triton kernel of a region's text. It is printed at the first call and kept.
+
+    Raises:
+        UnsupportedPlanError: if there is no Triton form of the region's plan.
+    """
+    return TritonKernel(parse(text))
+
+
+def load(text: str) -> ModuleType:
+    """A module from its text. It goes by way of a file, because Triton reads the source of its
+    functions.
+
+    The file is named by its content and put in place in one step, so processes that write the same
+    one do not disturb each other; one with other content under that name is damaged and is written
+    again."""
+    name = f"normpass_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    directory = cache_dir() / "triton"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.py"
+    if not path.exists() or path.read_bytes() != text.encode():
+        with tempfile.NamedTemporaryFile(
+            "w", dir=directory, encoding="utf-8", delete=False
+        ) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise OSError(f"expected a Python module at {path}, found none that can be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@lru_cache(maxsize=64)
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

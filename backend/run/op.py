@@ -1,0 +1,83 @@
+"""torch.ops.normpass.region: a fused region as one functional operator.
+
+The region travels as text in the operator's argument, so that Inductor's caches can keep a graph
+that contains it and a fresh process can run it.
+
+    region(Tensor[] inputs, SymInt[] sizes, str text) -> Tensor[]
+
+inputs: as the text's `input` lines say. sizes: its run-time integers. Returns its `output`s, new
+tensors all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.backend.run.reference import evaluate
+from normpass.backend.run.runtime import kernel, print_kernel
+from normpass.passes.region import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_library = torch.library.Library("normpass", "FRAGMENT")
+# Strides are part of the text, so whoever calls the operator must keep those it was traced with.
+_library.define(
+    "region(Tensor[] inputs, SymInt[] sizes, str text) -> Tensor[]",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+
+
+def _cpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+    return kernel(text)(inputs, sizes)
+
+
+def _gpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+    from normpass.backend.run import launch_triton
+
+    return launch_triton.kernel(text)(inputs, sizes)
+
+
+def print_for(text: str, device: str) -> None:
+    """A region's kernel in the dialect of a device; kept for when it is launched.
+
+    Raises:
+        NotImplementedError: where there is none; the message says why.
+    """
+    if device == "cpu":
+        print_kernel(text)
+    elif device == "cuda":
+        from normpass.backend.run import launch_triton
+
+        launch_triton.kernel(text)
+
+
+def _anywhere(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+    return evaluate(parse(text), inputs, sizes)
+
+
+def _fake(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+    """Outputs of the right shape, strides and dtype; sizes may be symbolic."""
+    region = parse(text)
+    extents = region.extents(sizes)
+    return [
+        torch.empty_strided(
+            region.shape(output.buffer, extents),
+            region.strides(output.buffer, extents),
+            dtype=output.buffer.dtype,
+            device=inputs[0].device,
+        )
+        for output in region.outputs
+    ]
+
+
+_library.impl("region", _cpu, "CPU")
+_library.impl("region", _gpu, "CUDA")
+_library.impl("region", _anywhere, "CompositeExplicitAutograd")
+_library.impl("region", _fake, "Meta")
+
+region_op = torch.ops.normpass.region.default

@@ -1,0 +1,184 @@
+"""Running a region on the CPU: from its text to a kernel, and from tensors to a launch.
+
+What a kernel reads and writes sweeps Python's own code and objects out of the caches: whatever a
+launch does in Python costs some ten times what it does in a loop. So all that depends on sizes
+alone is prepared once, and the tensors' addresses are taken in C++ (`launch` in normpass.h).
+
+Uses of torch._C._dynamo.guards here were checked on torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._dynamo import guards
+from torch.autograd import profiler
+
+from normpass.backend.codegen import cpp
+from normpass.backend.program.machine import ELEMENTS_PER_WORKER
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run import toolchain
+from normpass.backend.run.caches import private_cache
+from normpass.backend.run.layouts import Layout, lie_as_planned, relaid_out
+from normpass.backend.run.reference import evaluate
+from normpass.passes.region import parse, product
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+# What Inductor's own code calls for each tensor: ten times cheaper than the same in Python.
+empty_strided = guards._empty_strided_cpu  # type: ignore[attr-defined]
+DATA_PTR = guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+
+
+class Arguments(ctypes.Structure):
+    """The structure of this name in normpass.h."""
+
+    _fields_ = (
+        ("data_ptr", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_int64)),
+        ("most_workers", ctypes.c_int),
+        ("past_caches", ctypes.c_bool),
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel for given sizes: call `run` with the tuple of its inputs and outputs, and how many
+    threads there are.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    run: Callable[[tuple[Tensor, ...], int], None]
+    most_workers: int
+    past_caches: bool
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Of tensors that lie as planned."""
+        outputs = [empty_strided(*want) for want in self.outputs]
+        self.run((*inputs, *outputs), torch.get_num_threads())
+        return outputs
+
+
+class Kernel:
+    """A region's kernel. Call it with its input tensors and its run-time sizes.
+
+    What cannot be printed was refused when the graph was compiled, and what cannot be built is a
+    compiler's or a cache's fault: both run unfused, with one warning.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.region = parse(text)
+        self._function: ctypes._NamedFuncPointer | None = None
+        self._launches: dict[tuple[int, ...], Launch] = {}
+        self._failed = False
+        try:
+            self.source = print_kernel(text)
+            toolchain.start(self.source)  # beside whatever else is compiled; the first call waits
+        except Exception as error:
+            self._fail(repr(error))
+
+    def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        launch = self.launch(tuple(sizes))
+        if launch is None:
+            return evaluate(self.region, inputs, sizes)
+        if not lie_as_planned(inputs, launch.inputs):
+            inputs = relaid_out(self.region, inputs, launch.inputs)
+        return launch(inputs)
+
+    def launch(self, sizes: tuple[int, ...]) -> Launch | None:
+        """All of a launch but the tensors; None where the kernel could not be built."""
+        launch = self._launches.get(sizes)
+        if launch is None and (function := self._function or self._load()):
+            launch = self._launches[sizes] = self._prepare(function, sizes)
+        return launch
+
+    def _load(self) -> ctypes._NamedFuncPointer | None:
+        """The kernel's entry, once it is built; None, with one warning, where that fails."""
+        if self._failed:
+            return None
+        try:
+            # Asked for again, because a forked child does not get what its parent was building.
+            library = toolchain.start(self.source).result()
+            # It takes Python's objects, and lets go of Python itself while the kernel runs.
+            function = ctypes.PyDLL(library._name, handle=library._handle).launch
+            function.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_int)
+            function.restype = None
+            self._function = function
+        except Exception as error:
+            self._fail(error)
+        return self._function
+
+    def _fail(self, reason: object) -> None:
+        self._failed = True
+        log.warning(
+            "region %s runs unfused: its C++ kernel could not be built: %s",
+            self.region.name,
+            reason,
+        )
+
+    def _prepare(self, function: ctypes._NamedFuncPointer, sizes: tuple[int, ...]) -> Launch:
+        region = self.region
+        extents = region.extents(sizes)
+        inputs = tuple(Layout.of(region, buffer, extents) for buffer in region.inputs)
+        outputs = tuple(Layout.of(region, output.buffer, extents) for output in region.outputs)
+        elements = product(extents[axis.name] for axis in region.axes)
+        traffic = sum(product(t.shape) * t.dtype.itemsize for t in (*inputs, *outputs))
+        workers = max(1, elements // ELEMENTS_PER_WORKER)
+        # What the workers' own caches cannot keep is written around them: filling a line that is
+        # about to be overwritten costs more than its next reader saves, from the last level.
+        past_caches = traffic > min(torch.get_num_threads(), workers) * private_cache()
+        numbers = (ctypes.c_int64 * max(len(sizes), 1))(*sizes)
+        arguments = Arguments(DATA_PTR, numbers, workers, past_caches)
+        run = partial(function, ctypes.pointer(arguments))
+        return Launch(inputs, outputs, run, workers, past_caches)
+
+
+@lru_cache(maxsize=4096)
+def print_kernel(text: str) -> str:
+    """The C++ source of a region's text. Whatever it raises is a fault of ours."""
+    return cpp.generate(make_plan(parse(text)))
+
+
+@lru_cache(maxsize=4096)
+def kernel(text: str) -> Kernel:
+    """The kernel of a region's text. It starts to compile at the first call and is kept."""
+    return Kernel(text)
+
+
+def launch(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+    """torch.ops.normpass.region on CPUs without the way through the dispatcher, which costs more
+    than the rest of a launch. A profiler sees the operator.
+    """
+    if profiler._is_profiler_enabled:
+        return torch.ops.normpass.region(inputs, sizes, text)
+    return kernel(text)(inputs, sizes)
+
+
+class CallSite:
+    """One place in Inductor's code that calls a region: `launch`, where tensors are known to lie as
+    the text says. What is found at the first call is kept for the later ones.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[Sequence[int] | None, Launch | None] = None, None
+
+    def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+        known, ready = self.found
+        if sizes != known:
+            ready = kernel(text).launch(tuple(sizes))
+            self.found = list(sizes), ready
+        if ready is None or profiler._is_profiler_enabled:
+            return launch(inputs, sizes, text)
+        return ready(inputs)

@@ -1,0 +1,210 @@
+"""The C++ compiler behind CPU kernels: torch's own builder, and a cache that survives other
+processes.
+
+The one module that touches torch._inductor.cpp_builder (checked on torch 2.11, 2.13 and 2.15:
+CppBuilder, CppTorchDeviceOptions, pick_vec_isa and get_cpp_compiler keep their names and
+arguments).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parents[1] / "codegen"
+# Generated kernels include the first, and that the others.
+HEADERS = tuple(FOLDER / name for name in ("normpass.h", "functions.h"))
+# Contracting a*b+c is one rounding less: never a larger error, and the same bits on every run.
+# Warnings are those of torch's own headers by the hundred: off, so that an error can be read.
+EXTRA_FLAGS = ("-ffp-contract=fast", "-w")
+
+compiled = 0  # kernels this process has compiled rather than found; tests read it
+
+
+class CompileError(RuntimeError):
+    """Generated C++ that the compiler refuses, with its messages."""
+
+
+@cache
+def missing_compiler() -> str | None:
+    """Why there is no C++ compiler, or None if there is one."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        wanted = os.environ.get("CXX", "g++ or clang++")
+        return f"expected a C++ compiler ({wanted}), found none: {str(error).splitlines()[0]}"
+    return None
+
+
+def cache_dir() -> Path:
+    """Where kernels lie: beside Inductor's own cache, so that one setting moves both."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+
+    path = Path(inductor_cache_dir()) / "normpass"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@cache
+def _header_digest() -> bytes:
+    return hashlib.sha256(b"".join(header.read_bytes() for header in HEADERS)).digest()
+
+
+def _builder(
+    source: Path, name: str, directory: Path, include: Path, *, precompiling: bool = False
+) -> Any:
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    options = CppTorchDeviceOptions(
+        vec_isa=pick_vec_isa(),
+        device_type="cpu",
+        extra_flags=[*EXTRA_FLAGS, f"-I{include}"],
+        precompiling=precompiling,
+    )
+    return CppBuilder(
+        name=name, sources=str(source), BuildOption=options, output_dir=str(directory)
+    )
+
+
+@cache
+def _command() -> bytes:
+    """The compiler's command line, as part of a kernel's identity."""
+    root = Path("/")
+    return str(_builder(root / "in", "out", root, root).get_command_line()).encode()
+
+
+@cache
+def _include() -> Path:
+    """The folder of normpass.h, precompiled where the compiler is GCC: that takes four seconds once
+    on a machine and makes each kernel compile in a third of the time. Lies where Inductor keeps its
+    own precompiled headers, which outlive a cache.
+    """
+    from torch._inductor import config, cpp_builder
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if not (config.cpp_cache_precompile_headers and cpp_builder.is_gcc()):
+        return FOLDER
+    key = hashlib.sha256(_header_digest() + torch.__version__.encode() + _command()).hexdigest()
+    home = Path(default_cache_dir()) / "precompiled_headers" / f"normpass_{key[:16]}"
+    if not (home / "normpass.h.gch").exists():
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home.parent) as folder:
+            header, *_ = [shutil.copy(header, folder) for header in HEADERS]
+            _builder(Path(header), header, Path(folder), FOLDER, precompiling=True).build()
+            with suppress(OSError):  # another process was first
+                Path(folder).rename(home)
+            Path(folder).mkdir(exist_ok=True)
+    return home
+
+
+def key_of(source: str) -> str:
+    """What a kernel's file is called: source, header, torch, compiler and its flags."""
+    digest = hashlib.sha256(source.encode())
+    digest.update(_header_digest())
+    digest.update(torch.__version__.encode())
+    digest.update(_command())
+    return digest.hexdigest()[:32]
+
+
+def load(source: str) -> ctypes.CDLL:
+    """The compiled library of a kernel, from the cache or freshly built.
+
+    A file that is not whole (a crash, a full disk) fails its checksum and is built again.
+
+    Raises:
+        CompileError: with the compiler's messages.
+    """
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    directory = cache_dir()
+    try:
+        key = key_of(source)
+    except InvalidCxxCompiler as error:  # it may have been there when the graph was compiled
+        raise CompileError(f"no C++ compiler: {error}") from error
+    library, checksum = directory / f"{key}.so", directory / f"{key}.sum"
+    if not _is_whole(library, checksum):
+        if library.exists() and checksum.exists():  # else another process is about to finish
+            log.warning("kernel %s in the cache is damaged: building it again", library)
+        _build(source, library, checksum)
+    return ctypes.CDLL(str(library))
+
+
+def _is_whole(library: Path, checksum: Path) -> bool:
+    try:
+        return hashlib.sha256(library.read_bytes()).hexdigest() == checksum.read_text()
+    except OSError:
+        return False
+
+
+def _build(source: str, library: Path, checksum: Path) -> None:
+    """Builds in a folder of its own and moves the result into place: other processes see all or
+    nothing.
+    """
+    global compiled
+    from torch._inductor.exc import CppCompileError
+
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        text = Path(folder) / "kernel.cpp"
+        text.write_text(source)
+        try:
+            with _header_lock:
+                include = _include()
+            builder = _builder(text, "kernel", Path(folder), include)
+            builder.build()
+        except CppCompileError as error:
+            raise CompileError(str(error)) from error
+        built = Path(builder.get_target_file_path())
+        total = Path(folder) / "sum"
+        total.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
+        text.replace(library.with_suffix(".cpp"))
+        built.replace(library)
+        total.replace(checksum)
+    compiled += 1
+
+
+_header_lock = Lock()
+_pool: ThreadPoolExecutor | None = None
+_futures: dict[str, Future[ctypes.CDLL]] = {}
+_lock = Lock()
+
+
+def start(source: str) -> Future[ctypes.CDLL]:
+    """Begins to build a kernel beside whatever else is compiled; the result is waited for at first
+    launch.
+    """
+    global _pool
+    with _lock:
+        if source not in _futures:
+            if _pool is None:
+                _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="normpass-compile")
+            _futures[source] = _pool.submit(load, source)
+        return _futures[source]
+
+
+def _after_fork() -> None:
+    """A forked child has none of its parent's threads: it builds with its own."""
+    global _pool, _lock, _header_lock
+    _pool, _lock, _header_lock = None, Lock(), Lock()
+    for source in [s for s, future in _futures.items() if not future.done()]:
+        del _futures[source]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
