@@ -10,12 +10,16 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import normpass
 from normpass.decomps.activation import torch_internals
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("decomps", "passes", "backend")
@@ -95,6 +99,59 @@ def test_a_wrong_import_is_found(stage: str, statement: str) -> None:
 def test_a_right_import_is_not_found() -> None:
     source = "import torch\nfrom normpass.decomps.registry import rules\nimport normpass.passes.x"
     assert not trespasses("backend", source)
+
+
+# The rooms of backend that a room may import from, besides itself; what is not here may from all.
+ROOMS = {
+    "program": set(),
+    "codegen": {"program"},
+    "run": {"program", "codegen"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_program_is_printed_and_a_kernel_is_run(room: str) -> None:
+    """And none of them knows of what comes after it."""
+    allowed = {f"normpass.backend.{each}" for each in (room, *ROOMS[room])}
+    files = sources(f"backend/{room}")
+    assert len(files) > 1
+    for file in files:
+        names = {n for n in imported_names(file.read_text()) if n.startswith("normpass.backend.")}
+        assert {".".join(name.split(".")[:3]) for name in names} <= allowed, file
+
+
+def test_no_module_needs_itself() -> None:
+    """No circles of imports in backend, those for annotations aside."""
+    modules = {module_name(file): file for file in sources("backend")}
+    needs = {name: needed_modules(file, modules.keys()) for name, file in modules.items()}
+    # What imports nothing that is left, over and over: a circle is what remains.
+    while free := {name for name, needed in needs.items() if not needed & needs.keys()}:
+        needs = {name: needed for name, needed in needs.items() if name not in free}
+    assert not needs
+
+
+def needed_modules(file: Path, modules: Collection[str]) -> set[str]:
+    """The modules that a module imports, not for annotations alone, without their packages."""
+    code = ast.unparse(without_annotations(ast.parse(file.read_text())))
+    found = imported_names(code) & set(modules)
+    return {name for name in found if not any(each.startswith(f"{name}.") for each in found)}
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("normpass", *(part for part in parts if part != "__init__")))
+
+
+def without_annotations(tree: ast.Module) -> ast.Module:
+    """A module without what it imports for annotations alone."""
+    return ast.Module(
+        [
+            node
+            for node in tree.body
+            if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        ],
+        [],
+    )
 
 
 # The one module of decomps that may name what is private in torch.

@@ -222,7 +222,7 @@ def test_sizes_do_not_recompile() -> None:
 def test_the_same_region_gives_the_same_text() -> None:
     program = (
         "from normpass.backend.program.plan import make_plan\n"
-        "from normpass.backend.program.tree import GPU\n"
+        "from normpass.backend.program.machine import GPU\n"
         "from normpass.backend.codegen.triton import generate\n"
         "from normpass.passes.region import parse\n"
         "import sys\n"
