@@ -21,10 +21,9 @@ from normpass.backend.program.tree import (
     Accumulate,
     Accumulator,
     Begin,
-    Compute,
     Finish,
     Keep,
-    Load,
+    Lanes,
     Loop,
     Node,
     Plan,
@@ -128,13 +127,7 @@ class _Printer(LoopPrinter):
         for name, keep in kept.items():
             size = self.array_size(keep.value, keep.axes)
             private = node.parallel and not keep.shared
-            rows = (
-                f" * {self.together.count}"
-                if self.together
-                and self.jam in self.varies[keep.value]
-                and self.jam not in keep.axes
-                else ""
-            )
+            rows = self.rows_each(keep)
             if name in self.declared:  # an earlier loop computed it too, and is done with it
                 continue
             self.declared.add(name)
@@ -143,17 +136,16 @@ class _Printer(LoopPrinter):
             )
             if not private:  # a later loop reads it
                 self.line(f"scalar* const {name} = parts_{name}.of(0);")
-        self.cascaded = {name for name, each in own.items() if self.is_long_array(each)}
         for name, accumulator in own.items():
-            kind = "Partials<scalar, Sum>" if name in self.cascaded else "Arrays<scalar>"
+            kind = "Partials<scalar, Sum>" if accumulator.long else "Arrays<scalar>"
             self.line(f"{kind} parts_{name}(workers, {self.size_of(accumulator)});")
         if node.parallel:
             self.line("#pragma omp parallel num_threads(workers)")
         with self.block(""):
             self.line(f"const int worker = {'omp_get_thread_num()' if node.parallel else '0'};")
             workers = "omp_get_num_threads()" if node.parallel else "1"
-            unit = ", Vec::size()" if node.axis.name == self.plan.vector else ""
-            nest = self.divided(node) if node.parallel else [node]
+            unit = ", Vec::size()" if isinstance(node.kind, Lanes) else ""
+            nest = self.divided(node)
             size = " * ".join(f"n_{loop.axis.name}" for loop in nest)
             self.line(f"const Share mine = share({size}, {workers}, worker{unit});")
             private_arrays = [
@@ -170,19 +162,20 @@ class _Printer(LoopPrinter):
                 total = self.across(accumulator)
                 self.line(f"*{self.array(accumulator.op.name, ())} = {total};")
 
-    def divided(self, node: Loop) -> list[Loop]:
-        """The loops that workers divide as if they were one: a loop, and the only loop in it while
-        there are but values beside it, up to that over lanes.
+    def rows_each(self, keep: Keep) -> str:
+        """The factor by which an array is larger because each of the rows that go together has its
+        own.
         """
-        loops = [child for child in node.body if isinstance(child, Loop)]
-        if (
-            node.axis.name == self.plan.vector
-            or len(loops) != 1
-            or not all(isinstance(child, Loop | Load | Compute) for child in node.body)
-            or loops[0].axis.name == self.plan.vector
-        ):
-            return [node]
-        return [node, *self.divided(loops[0])]
+        together = self.plan.together
+        varies = together and together.axis in self.varies[keep.value]
+        if together is None or not varies or together.axis in keep.axes:
+            return ""
+        return f" * {self.rows_of(together.kind)}"
+
+    def divided(self, node: Loop) -> list[Loop]:
+        """The loops that workers divide as if they were one."""
+        inner = [child for child in node.body if isinstance(child, Loop) and child.parallel]
+        return [node, *(each for loop in inner for each in self.divided(loop))]
 
     def divided_loop(self, nest: Sequence[Loop], sums: Sequence[str]) -> None:
         """A worker's share of loops; `sums` are the arrays that their rows are added to."""
@@ -196,8 +189,6 @@ class _Printer(LoopPrinter):
         with self.block(f"for (Runs<{len(nest)}> run({{{extents}}}, mine); run; run.next())"):
             for k, loop in enumerate(outer):
                 self.line(f"const int64_t {loop.axis.name} = run.at[{k}];")
-                self.around.append(loop.axis.name)
                 values = [child for child in loop.body if not isinstance(child, Loop)]
                 self.run(values, outlive=True)
             self.loop(innermost, "run.begin", "run.end", sums)
-            del self.around[-len(outer) :]

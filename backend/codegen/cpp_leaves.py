@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import sympy
 import torch
 
-from normpass.backend.codegen.cpp_names import COMBINE, Names, operand
-from normpass.backend.codegen.text import index_expression
+from normpass.backend.codegen.cpp_names import COMBINE, Names
+from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.program.pointwise import POINTWISE
 from normpass.backend.program.tree import (
     Access,
     Accumulate,
     Accumulator,
+    Ahead,
     Begin,
     Compute,
     Finish,
@@ -34,19 +34,13 @@ if TYPE_CHECKING:
     from normpass.passes.region import Op
 
 
-# A sum of more additions than this into one register is a long one. Counted with AVX2's eight lanes
-# of floats, so that the text is the same on every machine: a row of 32768 is not long in the four
-# registers of a row by itself, and is in the one that each of several rows has.
-LONG, LANES, REGISTERS = 1024, 8, 4
-
-
 class LeafPrinter(Names):
     """Prints leaves, one at a time."""
 
     def leaf(self, node: Leaf) -> None:
         match node:
-            case Load(access):
-                self.load(access)
+            case Load(access, ahead):
+                self.load(access, ahead)
             case Compute(op):
                 self.compute(op)
             case Begin(accumulator):
@@ -64,7 +58,7 @@ class LeafPrinter(Names):
             case Store(output, access):
                 self.store(output.value, access)
 
-    def load(self, access: Access) -> None:
+    def load(self, access: Access, ahead: Ahead | None = None) -> None:
         buffer = access.buffer
         address = self.address(access)
         stride = access.strides.get(self.along)
@@ -77,19 +71,19 @@ class LeafPrinter(Names):
         if buffer.dtype is torch.bool:
             text = f"mask({text})" if stride is not None else f"mask_of({text})"
         self.define(buffer.name, text)
-        if stride == 1 and self.last_pass:
-            self.prefetch(access)
+        if ahead:
+            self.prefetch(access, ahead)
 
     def address(self, access: Access, without: str = "") -> str:
         """Where a tensor's element is, or the first one along an axis."""
         strides = {axis: step for axis, step in access.strides.items() if axis != without}
         return f"p_{access.buffer.name} + {self.offset(strides)}"
 
-    def prefetch(self, access: Access) -> None:
+    def prefetch(self, access: Access, ahead: Ahead) -> None:
         """Asks for what a later row has in this place."""
-        step = self.following and self.following.step(access.strides)
-        if step:
-            self.line(f"prefetch({self.address(access)} + {step});")
+        step = index_expression(ahead.elements)
+        step = f"Vec::size() * {factor(step)}" if ahead.lanes else step
+        self.line(f"prefetch({self.address(access)} + {step});")
 
     def store(self, value: str, access: Access) -> None:
         address = self.address(access)
@@ -123,36 +117,17 @@ class LeafPrinter(Names):
     # -- accumulators
 
     def accumulator_type(self, accumulator: Accumulator) -> str:
-        kind = "Vec" if self.is_vector(operand(accumulator)) else "scalar"
-        if not self.is_long(accumulator):
+        kind = "Vec" if self.is_vector(accumulator.operand) else "scalar"
+        if not accumulator.long:
             return kind
-        return f"LongSum<{kind}{', UNROLL' if self.unrolled(accumulator) else ''}>"
-
-    def is_long(self, accumulator: Accumulator) -> bool:
-        """Whether a register takes so many additions, or one cannot know how many, that digits
-        would be lost.
-        """
-        if accumulator.axes or accumulator.op.fn != "sum":
-            return False
-        times = self.additions(accumulator)
-        if self.plan.vector in accumulator.op.axes:
-            times = times / (LANES * REGISTERS if self.unrolled(accumulator) else LANES)
-        return not times.is_number or times > LONG
-
-    def is_long_array(self, accumulator: Accumulator) -> bool:
-        """The same for each element of an array."""
-        times = self.additions(accumulator)
-        return accumulator.op.fn == "sum" and (not times.is_number or times > LONG)
-
-    def additions(self, accumulator: Accumulator) -> sympy.Expr:
-        return sympy.prod([self.plan.axis[axis].extent for axis in accumulator.op.axes])
+        return f"LongSum<{kind}{', UNROLL' if accumulator.unrolled else ''}>"
 
     def long_sums(self, node: Loop) -> list[str]:
         """The long sums that a loop's body itself adds to, not a loop inside of it."""
         return [
             f"acc_{leaf.accumulator.op.name}"
             for leaf in node.body
-            if isinstance(leaf, Accumulate) and self.is_long(leaf.accumulator)
+            if isinstance(leaf, Accumulate) and leaf.accumulator.long and not leaf.accumulator.axes
         ]
 
     def added(self, node: Loop, times: str = "1") -> None:
@@ -160,32 +135,21 @@ class LeafPrinter(Names):
         for name in self.long_sums(node):
             self.line(f"added({times}, {name});")
 
-    def unrolled(self, accumulator: Accumulator) -> bool:
-        """Whether a reduction over lanes has several accumulators: where no jammed rows take turns
-        anyway.
-        """
-        return (
-            (self.jam is None or self.abreast)
-            and not accumulator.axes
-            and self.plan.vector in accumulator.op.axes
-            and self.is_vector(operand(accumulator))
-        )
-
     def begin(self, accumulator: Accumulator) -> None:
         name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
         if accumulator.axes:
             size = self.size_of(accumulator)
             array = self.array(name, accumulator.axes)
-            if array in self.cascaded:
+            if accumulator.long:
                 self.line(f"parts_{array}.begin(worker);")
                 return
             self.line(f"std::fill_n({array}, {size}, {fn}::neutral<scalar>());")
             return
         kind = self.accumulator_type(accumulator)
-        if self.is_long(accumulator):
+        if accumulator.long:
             rows = f"acc_{name}" in self.indexed
             self.line(f"acc_{name}[j] = {kind}();" if rows else f"{kind} acc_{name};")
-        elif self.unrolled(accumulator):
+        elif accumulator.unrolled:
             self.line(f"Vec acc_{name}[UNROLL];")
             self.line(f"for (Vec& acc : acc_{name}) acc = Vec({fn}::neutral<scalar>());")
         elif f"acc_{name}" in self.indexed:
@@ -194,12 +158,12 @@ class LeafPrinter(Names):
             self.line(f"{kind} acc_{name}({fn}::neutral<scalar>());")
 
     def accumulate(self, accumulator: Accumulator) -> None:
-        op, value = accumulator.op, operand(accumulator)
+        op, value = accumulator.op, accumulator.operand
         fn = COMBINE[op.fn]
         text, lanes = self.as_number(value), "lanes" if self.is_vector(value) else "0"
         if not accumulator.axes:
-            target, unrolled = self.name(f"acc_{op.name}"), self.unrolled(accumulator)
-            if self.is_long(accumulator):
+            target, unrolled = self.name(f"acc_{op.name}"), accumulator.unrolled
+            if accumulator.long:
                 target += ".part[slot]" if unrolled else ".part[0]"
             elif unrolled:
                 target += "[slot]"
@@ -217,7 +181,7 @@ class LeafPrinter(Names):
     def across(self, accumulator: Accumulator) -> str:
         """An accumulator's content: lanes combined where the lanes were reduced."""
         name = self.name(f"acc_{accumulator.op.name}")
-        if self.is_long(accumulator):
+        if accumulator.long:
             name += ".total()"
         reduced = self.plan.vector in accumulator.op.axes
         return f"across<{COMBINE[accumulator.op.fn]}>({name})" if reduced else name
@@ -226,7 +190,7 @@ class LeafPrinter(Names):
         array = self.array(accumulator.op.name, accumulator.axes)
         if not accumulator.axes:
             self.define(accumulator.op.name, self.across(accumulator))
-        elif array in self.cascaded:
+        elif accumulator.long:
             self.line(f"parts_{array}.close(worker);")
 
     # -- arrays

@@ -10,20 +10,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cpp_leaves import LeafPrinter
-from normpass.backend.codegen.cpp_names import COMBINE, operand
-from normpass.backend.codegen.cpp_rows import (
-    PREFETCH_ROWS,
-    Following,
-    is_row_loop,
-    one_a_row,
-    unaligned_row,
-)
+from normpass.backend.codegen.cpp_names import COMBINE
 from normpass.backend.program.tree import (
+    Abreast,
     Accumulate,
     Begin,
     Compute,
     Finish,
+    Jam,
     Keep,
+    Lanes,
     Leaf,
     Load,
     Loop,
@@ -37,34 +33,25 @@ from normpass.backend.program.tree import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from normpass.backend.program.tree import Plan
-
 
 class LoopPrinter(LeafPrinter):
-    """Prints loops, with all that is in them. around: the axes of the loops that are open."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.around: list[str] = []
+    """Prints loops, with all that is in them."""
 
     def loop(self, node: Loop, begin: str, end: str, sums: Sequence[str] = ()) -> None:
         """A loop from one place to another; `sums` are the arrays that its rows are added to."""
         name = node.axis.name
-        if name == self.plan.vector:
-            self.vector_loop(node, begin, end)
-        elif name == self.jam and not self.abreast:
-            self.jam_loop(node, begin, end, sums)
-        elif name == self.jam and is_row_loop(node, self.plan.vector):
-            self.abreast_loop(node, begin, end, sums)
-        else:
-            self.following = self.next_row(node)
-            with self.block(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name})"):
-                self.cascade(sums, name, begin)
-                self.around.append(name)
-                self.body(node.body)
-                self.around.pop()
-                self.added(node)
-            self.following = None
+        match node.kind:
+            case Lanes() as lanes:
+                self.vector_loop(node, lanes, begin, end)
+            case Jam(rows):
+                self.jam_loop(node, rows, begin, end, sums)
+            case Abreast():
+                self.abreast_loop(node, begin, end, sums)
+            case None:
+                with self.block(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name})"):
+                    self.cascade(sums, name, begin)
+                    self.body(node.body)
+                    self.added(node)
 
     def cascade(self, sums: Sequence[str], place: str, begin: str, step: str = "1") -> None:
         """Every so many rows, sums are put on top of those before."""
@@ -85,53 +72,33 @@ class LoopPrinter(LeafPrinter):
     def long_arrays(self, node: Loop) -> list[str]:
         """The arrays of a worker's own that long sums are added up in, row by row of this loop."""
         found = {
-            self.array(leaf.accumulator.op.name, leaf.accumulator.axes): leaf.accumulator.op
+            self.array(leaf.accumulator.op.name, leaf.accumulator.axes): leaf.accumulator
             for leaf in walk(node)
             if isinstance(leaf, Accumulate)
         }
         return [
             name
-            for name, op in found.items()
-            if name in self.cascaded
-            and node.axis == [axis for axis in self.plan.axes if axis.name in op.axes][-1]
+            for name, each in found.items()
+            if each.long
+            and each.axes
+            and node.axis == [axis for axis in self.plan.axes if axis.name in each.op.axes][-1]
         ]
 
-    def next_row(self, node: Loop, distance: int | None = PREFETCH_ROWS) -> Following | None:
-        """What the last pass over a row should ask for: rows are read in a first pass and once more
-        from cache in a last one, which leaves memory idle.
-        """
-        passes = sum(isinstance(child, Loop) for child in node.body)
-        if passes < 2 or not is_row_loop(node, self.plan.vector):
-            return None
-        return Following(node.axis, self.around[-1] if self.around else None, distance)
-
-    def vector_loop(self, node: Loop, begin: str, end: str) -> None:
+    def vector_loop(self, node: Loop, kind: Lanes, begin: str, end: str) -> None:
         """A loop a vector at a time; what is left at the end goes through the same body."""
         name = node.axis.name
-        reduces = any(
-            isinstance(leaf, Accumulate) and self.unrolled(leaf.accumulator) for leaf in walk(node)
-        )
-        unroll = "UNROLL" if reduces else "1"
         body = f"[&](int64_t {name}, auto lanes, auto slot)"
-        sums = self.long_sums(node)
-        tail = ", ".join(["}", *sums])
-        head = f"each_vector<scalar, {unroll}>({begin}, {end}"
-        if not (reduces or sums) and begin == "0" and (row := self.unaligned(node)):
+        tail = ", ".join(["}", *self.long_sums(node)])
+        head = f"each_vector<scalar, {'UNROLL' if kind.unrolled else '1'}>({begin}, {end}"
+        if kind.aligned:
+            row = self.address(kind.aligned, without=self.plan.vector)
             head = f"each_aligned<scalar>({row}, {end}, past_caches"
         with self.block(f"{head}, {body}", f"{tail});"):
             self.body(node.body)
 
-    def unaligned(self, node: Loop) -> str | None:
-        """The address of the row that a loop writes, if it is not where whole vectors begin."""
-        if self.together_now:
-            return None
-        access = unaligned_row(node, self.plan)
-        return self.address(access, without=self.plan.vector) if access else None
-
     def body(self, nodes: Sequence[Node]) -> None:
         """A body inside a loop: runs of leaves, and loops between them."""
-        loops = [node for node in nodes if isinstance(node, Loop)]
-        outlive = bool(loops)
+        outlive = any(isinstance(node, Loop) for node in nodes)
         before = set(self.indexed)
         run: list[Leaf] = []
         for node in nodes:
@@ -140,15 +107,13 @@ class LoopPrinter(LeafPrinter):
                 continue
             self.run(run, outlive=outlive)
             run = []
-            self.last_pass = node is loops[-1]
             self.inner_loop(node)
-            self.last_pass = False
         self.run(run, outlive=outlive)
         self.indexed = before
 
     def inner_loop(self, node: Loop) -> None:
         """One of the loops in a body, all of it."""
-        sums = [] if node.axis.name == self.plan.vector else self.long_arrays(node)
+        sums = [] if isinstance(node.kind, Lanes) else self.long_arrays(node)
         self.loop(node, "0", f"n_{node.axis.name}", sums)
 
     def run(self, nodes: Sequence[Leaf], *, outlive: bool) -> None:
@@ -195,7 +160,7 @@ class LoopPrinter(LeafPrinter):
             case Begin(accumulator) | Finish(accumulator):
                 return self.jam in self.varies[accumulator.op.name]
             case Accumulate(accumulator):
-                return self.jam in self.varies[operand(accumulator)]
+                return self.jam in self.varies[accumulator.operand]
             case Keep(value, _, _) | Recall(value, _, _):
                 return self.jam in self.varies[value]
 
@@ -219,10 +184,9 @@ class LoopPrinter(LeafPrinter):
 
     # -- rows that go together
 
-    def jam_loop(self, node: Loop, begin: str, end: str, sums: Sequence[str]) -> None:
+    def jam_loop(self, node: Loop, count: int, begin: str, end: str, sums: Sequence[str]) -> None:
         """Several rows at a time, then one at a time, through the same body."""
-        assert self.together
-        name, count = node.axis.name, self.together.count
+        name = node.axis.name
         self.together_now = True
         with self.block(f"const auto rows = [&]<int J>(int64_t {name}0)", "};"):
             self.cascade(sums, f"{name}0", begin, "J")
@@ -239,9 +203,7 @@ class LoopPrinter(LeafPrinter):
         row in loops over its elements, and along the rows in what stands between these.
         """
         name = node.axis.name
-        loops = [child for child in node.body if isinstance(child, Loop)]
         known = set(self.each)
-        self.following = self.next_row(node, None)
         head = f"for (int64_t {name}0 = {begin}; {name}0 < {end}; {name}0 += Vec::size())"
         with self.block(head):
             self.line(f"const int rows = std::min<int64_t>(Vec::size(), {end} - {name}0);")
@@ -251,10 +213,8 @@ class LoopPrinter(LeafPrinter):
                     self.leaf_of_rows(child)
                     continue
                 self.one_by_one(child)
-                self.last_pass = child is loops[-1]
                 self.elements(child)
-                self.last_pass = False
-        self.following, self.each = None, known
+        self.each = known
 
     def leaf_of_rows(self, leaf: Leaf) -> None:
         """What stands between the loops over rows' elements, in lanes along the rows."""
@@ -271,8 +231,16 @@ class LoopPrinter(LeafPrinter):
 
     def one_by_one(self, node: Loop) -> None:
         """Makes the numbers that each row has one of readable for a loop over rows' elements."""
-        for value in one_a_row(node, self.plan, str(self.jam)):
-            if value not in self.each:
+        used: set[str] = set()
+        for leaf in node.body:
+            match leaf:
+                case Compute(op):
+                    used.update(arg for arg in op.args if isinstance(arg, str))
+                case Store(output, _):
+                    used.add(output.value)
+        for value, axes in self.varies.items():
+            one_a_row = self.jam in axes and self.plan.vector not in axes
+            if value in used and one_a_row and value not in self.each:
                 self.line(f"const Each<scalar> each_{value}({value});")
                 self.each.add(value)
 
@@ -283,7 +251,7 @@ class LoopPrinter(LeafPrinter):
         sums = [
             leaf.accumulator
             for leaf in node.body
-            if isinstance(leaf, Accumulate) and self.unrolled(leaf.accumulator)
+            if isinstance(leaf, Accumulate) and leaf.accumulator.unrolled
         ]
         if not sums:
             with self.block("for (int first = 0; first < rows; first += GROUP)"):

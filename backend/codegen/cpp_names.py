@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 
-from normpass.backend.codegen.cpp_rows import rows_together
 from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.program.pointwise import truth_values
+from normpass.backend.program.tree import Abreast, Jam
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from normpass.backend.codegen.cpp_rows import Following
     from normpass.backend.program.tree import Accumulator, Plan
     from normpass.passes.region import Arg
 
@@ -41,9 +40,8 @@ class Names:
         self.varies = self.region.varies
         self.truth = truth_values(self.region)
         self.double = self.region.compute_dtype is torch.float64
-        self.together = rows_together(plan)
-        self.jam = self.together.axis if self.together else None
-        self.abreast = self.together is not None and self.together.abreast
+        self.jam = plan.together.axis if plan.together else None
+        self.abreast = plan.together is not None and isinstance(plan.together.kind, Abreast)
         self.buffers = [*self.region.inputs, *(o.buffer for o in self.region.outputs)]
         self.lines: list[str] = []
         self.indent = 0
@@ -52,9 +50,6 @@ class Names:
         self.together_now = False  # whether leaves stand in loops over rows that go together
         self.each: set[str] = set()  # values computed in lanes along rows, to be read one by one
         self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
-        self.following: Following | None = None  # the rows that are worth prefetching
-        self.last_pass = False  # whether the loop being printed is the last over its row
-        self.cascaded: set[str] = set()  # arrays of a worker's own that long sums are added up in
         self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
         self.declared: set[str] = set()  # arrays for values that loops compute in passing
 
@@ -152,6 +147,10 @@ class Names:
         """
         return self.is_vector(value) and self.plan.vector not in axes
 
+    def rows_of(self, kind: Jam | Abreast) -> str:
+        """How many rows go together."""
+        return str(kind.rows) if isinstance(kind, Jam) else "Vec::size()"
+
     def size_of(self, accumulator: Accumulator) -> str:
         return self.array_size(accumulator.op.name, accumulator.axes)
 
@@ -164,11 +163,6 @@ class Names:
         if self.jam in self.varies[value] and self.jam not in axes:
             address += f" + j * {self.array_size(value, axes)}"
         return address
-
-
-def operand(accumulator: Accumulator) -> str:
-    """The value that a reduction adds up."""
-    return str(accumulator.op.args[0])
 
 
 def number(value: float) -> str:

@@ -7,6 +7,7 @@ generator prints this tree, and none of them decides anything about dependences.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from normpass.backend.program.axes import (
@@ -16,9 +17,12 @@ from normpass.backend.program.axes import (
     local_axes,
     split_reductions,
 )
+from normpass.backend.program.kinds import with_kinds
 from normpass.backend.program.machine import CPU, Machine
 from normpass.backend.program.regroup import regroup
+from normpass.backend.program.rows import rows_together
 from normpass.backend.program.schedule import Scheduler
+from normpass.backend.program.sums import with_sums
 from normpass.backend.program.tree import LoopAxis, Plan
 
 if TYPE_CHECKING:
@@ -39,4 +43,9 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     order = (*choose_order(region, axes, accesses, inner, vector, machine), *small)
     region = split_reductions(region, order)
     body = Scheduler(region, order, accesses, machine, vector, local).plan()
-    return Plan(region, order, vector, local, body, numel)
+    plan = Plan(region, order, vector, local, body, numel)
+    if machine.has_vectors:
+        plan = replace(plan, together=rows_together(plan))
+        plan = with_sums(plan)
+        plan = with_kinds(plan)
+    return plan

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from normpass.passes.region import Buffer, Op, Output, Region, product
 from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import sympy
 
@@ -41,19 +41,36 @@ class Accumulator:
     """What a reduction adds up in. `axes` is empty for a register.
 
     shared: the loop it closes at is the parallel one, so each worker needs its own and the results
-    are combined afterwards.
+    are combined afterwards. unrolled: several registers take turns. long: so much is added up that
+    digits would be lost in one go: every so often what there is goes on top of what was before.
     """
 
     op: Op
     axes: tuple[str, ...]
     shared: bool
+    unrolled: bool = False
+    long: bool = False
+
+    @property
+    def operand(self) -> str:
+        """The value that is added up."""
+        return str(self.op.args[0])
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How far ahead memory is asked for: so many elements, or that many vectors' lanes."""
+
+    elements: sympy.Expr
+    lanes: bool = False
 
 
 @dataclass(frozen=True)
 class Load:
-    """value = tensor[...]"""
+    """value = tensor[...]. ahead: what else is asked for."""
 
     access: Access
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -119,12 +136,50 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Lanes:
+    """A vector at a time. unrolled: several vectors, each with registers of its own. aligned: the
+    row that is written in vectors that begin where memory is aligned.
+    """
+
+    unrolled: bool = False
+    aligned: Access | None = None
+
+
+@dataclass(frozen=True)
+class Jam:
+    """So many rows at a time through one body."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
+class Abreast:
+    """As many rows at a time as a vector has lanes. Lanes run along each of them in the loops over
+    its elements, and along the rows in what stands between these.
+    """
+
+
+Kind = Lanes | Jam | Abreast
+
+
+@dataclass(frozen=True)
+class Together:
+    """Rows along an axis that go together, and how."""
+
+    axis: str
+    kind: Jam | Abreast
+
+
+@dataclass(frozen=True)
 class Loop:
-    """A loop over one axis."""
+    """A loop over one axis. parallel: workers divide it; loops right inside of each other that are
+    parallel are divided as if they were one. kind: how it goes; None for one by one.
+    """
 
     axis: LoopAxis
     body: tuple[Node, ...]
     parallel: bool = False
+    kind: Kind | None = None
 
 
 Leaf = Load | Compute | Begin | Accumulate | Finish | Keep | Recall | Regroup | Store
@@ -137,7 +192,8 @@ class Plan:
 
     region: the region, its reductions split where the loops need it. axes: the loops' axes,
     outermost first. vector: the axis along which lanes run. local: the axes that inner reductions
-    reduce; one worker owns them unless the first of `axes` is one. body: the tree.
+    reduce; one worker owns them unless the first of `axes` is one. body: the tree. together: the
+    rows that go together, if there are such.
     """
 
     region: Region
@@ -146,6 +202,7 @@ class Plan:
     local: frozenset[str]
     body: tuple[Node, ...]
     numel: Mapping[str, sympy.Expr] = field(default_factory=dict)
+    together: Together | None = None
 
     @property
     def axis(self) -> dict[str, LoopAxis]:
@@ -155,6 +212,14 @@ class Plan:
     def row_elements(self) -> int:
         """Elements that one worker has before it between two phases, by hints."""
         return product(a.hint for a in self.axes if a.name in self.local)
+
+
+def rewritten(nodes: Sequence[Node], change: Callable[[Node], Node]) -> tuple[Node, ...]:
+    """A tree with every node changed, what is in a loop before the loop."""
+    return tuple(
+        change(replace(node, body=rewritten(node.body, change)) if isinstance(node, Loop) else node)
+        for node in nodes
+    )
 
 
 def walk(node: Node) -> Iterator[Node]:

@@ -1,4 +1,4 @@
-"""Which rows go through a C++ kernel together, and which are asked for ahead of time.
+"""Which rows go through a kernel together on CPUs, and which are written in aligned vectors.
 
 A row is what lanes run along, where its own sums are needed again. Long rows are jammed: what does
 not depend on the row is read once for four or two of them, and memory is asked for as many streams
@@ -9,34 +9,34 @@ that run along the rows do it for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import sympy
 import torch
 
-from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.program.pointwise import truth_values
 from normpass.backend.program.tree import (
+    Abreast,
     Access,
     Accumulate,
     Begin,
     Compute,
     Finish,
+    Jam,
     Keep,
     Leaf,
     Load,
     Loop,
     Recall,
     Store,
+    Together,
     walk,
 )
 from normpass.passes.region import EXPAND
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from normpass.backend.program.tree import LoopAxis, Node, Plan
+    from normpass.backend.program.tree import Node, Plan
 
 # Measured on the backward of layer and RMS norm and layer norm's forward (float32, AVX-512, two
 # threads) against one row at a time with the row after the next prefetched: four rows are 1.1x to
@@ -54,53 +54,11 @@ PAIRS = range(96 * 1024, 256 * 1024)
 # to 0.9x at 1024 bytes), and so do float32 rows that lie far apart (0.8x to 0.9x). Of float32 rows
 # that begin anywhere, lines are written in parts (0.75x at 100 elements).
 ABREAST, PASSES = 768, 3
-PREFETCH_ROWS = 2
 # Rows of so many elements are written in vectors that begin where memory is aligned, wherever the
 # row begins (each_aligned in normpass.h). Where they are added to arrays, a vector of these is then
 # made of two that the row before has written, which has to be waited for unless that is long ago.
 ALIGN_FROM, ALIGN_FROM_WITH_ARRAYS = 128, 512
 MOST_LANES = 16
-# So many rows are gone through before what was asked for would have come.
-FEW_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Together:
-    """Rows along an axis that go together. count: how many, as C++ says it. abreast: whether what
-    is one number a row is computed in lanes that run along the rows.
-    """
-
-    axis: str
-    count: str
-    abreast: bool = False
-
-
-@dataclass(frozen=True)
-class Following:
-    """Rows along an axis that are asked for while others are computed, so many further on: a
-    number, or as many as there are lanes. outer: the axis of the loop around that over rows.
-    """
-
-    axis: LoopAxis
-    outer: str | None
-    distance: int | None = PREFETCH_ROWS
-
-    def step(self, strides: Mapping[str, sympy.Expr]) -> str | None:
-        """Elements between a row and the one that is asked for; None where that is the same.
-        Where few rows lie side by side it is the row that the next step outside leads to.
-        """
-        stride = strides.get(self.axis.name)
-        if stride is None:
-            return None
-        if self.outer and self.axis.hint < FEW_ROWS:
-            around = strides.get(self.outer)
-            if around is None:
-                return None
-            if sympy.expand(around - stride * self.axis.extent) != 0:
-                return index_expression(around)
-        if self.distance is None:
-            return f"Vec::size() * {factor(index_expression(stride))}"
-        return index_expression(self.distance * stride)
 
 
 def rows_together(plan: Plan) -> Together | None:
@@ -118,7 +76,7 @@ def rows_together(plan: Plan) -> Together | None:
     if any(axis.name in axes for axes in arrays):
         return None  # each is added to elements of its own, as a bias of every row
     if len(loops) == 1 and _may_go_abreast(plan, loops[0]):
-        return Together(axis.name, "Vec::size()", abreast=True)
+        return Together(axis.name, Abreast())
     if axis.name in plan.local and len(plan.axes) > 2:
         return None  # its rows have sums in common
     row = plan.axis[plan.vector].hint * (8 if plan.region.compute_dtype is torch.float64 else 4)
@@ -127,7 +85,7 @@ def rows_together(plan: Plan) -> Together | None:
     last = [child for child in loops[-1].body if isinstance(child, Loop)][-1]
     if not arrays and unaligned_row(last, plan):
         return None  # to begin where memory is aligned gains more, and is another place in each row
-    return Together(axis.name, str(2 if row in PAIRS else JAM))
+    return Together(axis.name, Jam(2 if row in PAIRS else JAM))
 
 
 def _row_loops(plan: Plan) -> Iterator[Loop]:
@@ -179,7 +137,7 @@ def _works_abreast(leaf: Leaf, plan: Plan, rows: str) -> bool:
 
     match leaf:
         case Accumulate(accumulator):
-            over_lanes = plan.vector in varies[str(accumulator.op.args[0])]
+            over_lanes = plan.vector in varies[accumulator.operand]
             return over_lanes and bool(accumulator.axes or rows in varies[accumulator.op.name])
         case Keep(value, axes, _) | Recall(value, axes, _):
             return rows not in axes and plan.vector in varies[value]
@@ -197,19 +155,6 @@ def _leaves(node: Node) -> Iterator[Leaf]:
     for each in walk(node):
         if not isinstance(each, Loop):
             yield each
-
-
-def one_a_row(loop: Loop, plan: Plan, rows: str) -> list[str]:
-    """Of what a row has one, a loop over its elements uses this, in the order of the region."""
-    used: set[str] = set()
-    for leaf in loop.body:
-        match leaf:
-            case Compute(op):
-                used.update(arg for arg in op.args if isinstance(arg, str))
-            case Store(output, _):
-                used.add(output.value)
-    varies = plan.region.varies
-    return [v for v in varies if v in used and rows in varies[v] and plan.vector not in varies[v]]
 
 
 def unaligned_row(loop: Loop, plan: Plan) -> Access | None:
