@@ -88,7 +88,8 @@ def fuse_graph(
     op: what a fused region calls, `op(inputs, sizes, text) -> list of tensors`.
     least_bytes: regions that move less stay as they are; None for the measured default of the
     device. lay_out: the region with its tensors laid out as the backend will have them. kernel:
-    what the backend's kernel for a region would do. conditions: of a device, by which that is
+    what the backend's kernel for a region would do; it raises NotImplementedError where there is
+    none. conditions: of a device, by which that is
     compared with what Inductor would do; None where nothing was measured. missing: why the backend
     has none, or None. rounded: whether results in half precision are rounded where they arise, as
     in eager mode, or only where they are stored.
@@ -287,6 +288,9 @@ class Judge:
             call = put(self.graph, nodes, lowered, self.op)
         except (NotLowered, SizeUnknown) as error:
             attempt.fault = Fault.of(error)
+            return Refused(*label, str(error), members)
+        except NotImplementedError as error:  # the backend has no kernel of this form
+            attempt.fault = Fault(unknown=True)
             return Refused(*label, str(error), members)
         return Fused(
             *label, str(lowered.region), cost, lowered.device, cost.sizes, members, call.name

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from normpass.backend.codegen.triton_tiling import Tiling
+    from normpass.backend.program.machine import Tiling
     from normpass.passes.region import Region
 
 
@@ -221,7 +221,7 @@ FAMILIES = {
 
 def tilings() -> dict[str, Tiling | None]:
     """As on a GPU, and with blocks so small that everything streams."""
-    from normpass.backend.codegen.triton_tiling import Tiling
+    from normpass.backend.program.machine import Tiling
 
     return {"": None, ", streamed": Tiling(resident=1, chunk=64, tile=64, kept=4)}
 
@@ -245,11 +245,12 @@ def make_inputs(case: Case, region: Region, extents: Mapping[str, int]) -> dict[
 
 def check(case: Case, tiling: Tiling | None, device: str) -> None:
     """Raises AssertionError if a region's outputs are further from the oracle than they may be."""
+    from normpass.backend.program.machine import GPU
     from normpass.backend.run.launch_triton import TritonKernel
     from normpass.passes.region import parse
 
     region = parse(case.text)
-    kernel = TritonKernel(region, tiling)
+    kernel = TritonKernel(region, replace(GPU, tiling=tiling) if tiling else GPU)
     # Streaming takes many small steps, which the interpreter is slow at.
     for sizes in case.sizes if tiling is None or "f32" in case.name else case.sizes[:1]:
         extents = region.extents(sizes)
@@ -287,7 +288,7 @@ def check_random(examples: int) -> None:
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
-    from normpass.backend.codegen.triton_tiling import Tiling
+    from normpass.backend.program.machine import GPU, Tiling
     from normpass.backend.run.launch_triton import TritonKernel
 
     sizes_of_blocks = st.sampled_from(
@@ -308,7 +309,7 @@ def check_random(examples: int) -> None:
     )
     @given(random_regions.cases(), sizes_of_blocks)
     def agree(case: random_regions.Case, tiling: Tiling) -> None:
-        kernel = TritonKernel(case.region, tiling)
+        kernel = TritonKernel(case.region, replace(GPU, tiling=tiling))
         for extents in case.extents:
             sizes = case.sizes(extents)
             inputs = random_regions.tensors(case, extents)

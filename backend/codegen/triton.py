@@ -1,8 +1,8 @@
 """Triton: prints a plan as kernels over blocks, and the function that launches them.
 
 The text is written for people: names from the region, one comment a phase, triton_library.py for
-what would only repeat. The plan's outermost loops become programs (triton_stages.py,
-triton_tiling.py). A loop inside becomes a dimension of blocks if a block covers its axis, and then
+what would only repeat. The plan's launches and their blocks are chosen before (program/launches.py,
+program/tiles.py). A loop inside becomes a dimension of blocks if a block covers its axis, and then
 its body is straight-line code: what one phase computed is there in the next, and arrays between
 phases are plain values. An axis too long for that, or of an extent that is only known at run time,
 is a loop over chunks, and arrays along it lie in global memory.
@@ -23,8 +23,7 @@ import torch
 from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_kernel import Kernel, KernelPrinter
 from normpass.backend.codegen.triton_layout import Names, divide_up, times
-from normpass.backend.codegen.triton_stages import split
-from normpass.backend.codegen.triton_tiling import SHARED, Tiling, choose_blocks
+from normpass.backend.program.tree import SHARED
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
@@ -45,17 +44,10 @@ class TritonSource:
     kernels: tuple[Kernel, ...]
 
 
-def generate(plan: Plan, tiling: Tiling | None = None) -> TritonSource:
-    """The Triton module of a plan.
-
-    Raises:
-        UnsupportedPlanError: if the plan has a form that this dialect cannot print.
-    """
+def generate(plan: Plan) -> TritonSource:
+    """The Triton module of a plan."""
     names = Names(plan)
-    printers = [
-        KernelPrinter(plan, stage, choose_blocks(plan, stage, tiling or Tiling()), k, names)
-        for k, stage in enumerate(split(plan))
-    ]
+    printers = [KernelPrinter(plan, launch, k, names) for k, launch in enumerate(plan.launches)]
     kernels = [printer.source() for printer in printers]
     lines = [f"# {line}" for line in str(plan.region).splitlines()]
     lines += [

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_layout import WIDE, divide_up, times
 from normpass.backend.codegen.triton_leaves import TYPES, LeafPrinter
-from normpass.backend.codegen.triton_tiling import SHARED
-from normpass.backend.program.tree import Loop
+from normpass.backend.program.tree import SHARED, Loop
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from normpass.backend.codegen.triton_layout import Names
-    from normpass.backend.codegen.triton_stages import Stage
-    from normpass.backend.codegen.triton_tiling import Blocks
-    from normpass.backend.program.tree import LoopAxis, Node, Plan
+    from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,18 @@ class Kernel:
 class KernelPrinter(LeafPrinter):
     """Prints one launch."""
 
-    def __init__(self, plan: Plan, stage: Stage, blocks: Blocks, number: int, names: Names) -> None:
-        super().__init__(plan, stage, blocks, number, names)
-        self.kernel = Kernel("", (), blocks.warps)
+    def __init__(self, plan: Plan, launch: Launch, number: int, names: Names) -> None:
+        super().__init__(plan, launch, number, names)
+        self.kernel = Kernel("", (), self.blocks.warps)
 
     # -- text
 
     def source(self) -> list[str]:
         """The kernel's lines. Also completes `kernel`, `kept` and `parts`."""
         self.coordinates()
-        for leaf in self.stage.scalars:
+        for leaf in self.launch.scalars:
             self.leaf(leaf)
-        for axis in self.stage.inner:
+        for axis in self.launch.inner:
             if axis.name in self.blocks.resident:
                 self.resident_index(axis)
         self.shares()
@@ -95,9 +92,9 @@ class KernelPrinter(LeafPrinter):
     def shares(self) -> None:
         """The body: once for a tile, or for all rows of a share."""
         if not self.blocks.shares:
-            self.body(self.stage.body)
+            self.body(self.launch.body)
             return
-        shared = self.stage.shared
+        shared = self.launch.shared
         axes, block = self.blocks.shares, self.blocks.size[SHARED]
         row = self.names.axis[axes[0]] if len(axes) == 1 else "row"
         count = " * ".join(self.extent(axis) for axis in axes)
@@ -118,7 +115,7 @@ class KernelPrinter(LeafPrinter):
                 self.masks[SHARED] = f"mask_{row}"
             if len(axes) > 1:
                 self.unravel(row)
-            self.body(self.stage.body)
+            self.body(self.launch.body)
         self.masks.pop(SHARED, None)
         for accumulator in shared:
             self.leave(accumulator)

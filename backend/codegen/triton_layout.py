@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import sympy
 
 from normpass.backend.codegen.text import index_expression
-from normpass.backend.codegen.triton_stages import Stage, walk
-from normpass.backend.codegen.triton_tiling import SHARED, Blocks
-from normpass.backend.program.tree import Load, LoopAxis, Plan, Store
+from normpass.backend.program.tree import SHARED, Launch, Load, LoopAxis, Plan, Store, walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -83,12 +81,12 @@ class Names:
 class Layout:
     """How one launch's blocks lie over the axes of the plan."""
 
-    def __init__(self, plan: Plan, stage: Stage, blocks: Blocks, names: Names) -> None:
+    def __init__(self, plan: Plan, launch: Launch, names: Names) -> None:
         self.plan = plan
-        self.stage = stage
-        self.blocks = blocks
+        self.launch = launch
+        self.blocks = launch.blocks
         self.names = names
-        self.tiles = [axis for axis in stage.outer if axis.name not in blocks.shares]
+        self.tiles = [axis for axis in launch.outer if axis.name not in launch.blocks.shares]
         self.dims = self._dimensions()
         self.masks: dict[str, str] = {}
         self.program = "program"
@@ -102,7 +100,7 @@ class Layout:
         size = self.blocks.size
         outer = [a.name for a in self.tiles if size[a.name] > 1]
         shared = [SHARED] if size.get(SHARED, 1) > 1 else []
-        inner = [a.name for a in self.stage.inner if size[a.name] > 1]
+        inner = [a.name for a in self.launch.inner if size[a.name] > 1]
         parts = ["part"] if self.blocks.parts > 1 else []
         order = {a.name: k for k, a in enumerate(self.plan.axes)}
         return [*parts, *shared, *sorted([*outer, *inner], key=lambda a: order[a])]
@@ -144,7 +142,7 @@ class Layout:
             return True
         steps = [
             node.access.strides.get(axis, 0)
-            for node in walk(self.stage.body)
+            for node in walk(*self.launch.body)
             if isinstance(node, (Load, Store))
         ]
         return any(step.is_number and extent * step >= WIDE for step in map(sympy.sympify, steps))

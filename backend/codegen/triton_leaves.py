@@ -13,7 +13,6 @@ import torch
 from normpass.backend.codegen.text import index_expression
 from normpass.backend.codegen.triton_layout import is_power_of_two, number, times
 from normpass.backend.codegen.triton_program import ProgramPrinter
-from normpass.backend.codegen.triton_stages import operand, uses, walk
 from normpass.backend.program.pointwise import POINTWISE, truth_values
 from normpass.backend.program.tree import (
     Accumulate,
@@ -24,6 +23,8 @@ from normpass.backend.program.tree import (
     Load,
     Recall,
     Store,
+    uses,
+    walk,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
     import sympy
 
     from normpass.backend.codegen.triton_layout import Names
-    from normpass.backend.codegen.triton_stages import Stage
-    from normpass.backend.codegen.triton_tiling import Blocks
-    from normpass.backend.program.tree import Access, Accumulator, Leaf, Plan
+    from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Plan
     from normpass.passes.region import Arg, Op, Region
 
 
@@ -67,14 +66,14 @@ class LeafPrinter(ProgramPrinter):
     results there are.
     """
 
-    def __init__(self, plan: Plan, stage: Stage, blocks: Blocks, number: int, names: Names) -> None:
-        super().__init__(plan, stage, blocks, names)
+    def __init__(self, plan: Plan, launch: Launch, number: int, names: Names) -> None:
+        super().__init__(plan, launch, names)
         self.number = number
         self.region: Region = plan.region
         self.varies = plan.region.varies
         self.truth = truth_values(plan.region)
         self.type = "tl.float64" if plan.region.compute_dtype is torch.float64 else "tl.float32"
-        self.combined = {accumulator.op.name: accumulator for accumulator in stage.combined}
+        self.combined = {accumulator.op.name: accumulator for accumulator in launch.combined}
         self.kept: dict[str, str] = {}
         self.parts: dict[str, tuple[str, str]] = {}
 
@@ -141,7 +140,7 @@ class LeafPrinter(ProgramPrinter):
 
     def count(self, value: str, size: sympy.Expr) -> None:
         """A number of elements of the compute type; a fixed one is a literal where it is used."""
-        others = [node for node in walk(self.stage.body) if not isinstance(node, Compute)]
+        others = [node for node in walk(*self.launch.body) if not isinstance(node, Compute)]
         if not size.is_number:
             self.define(value, f"({index_expression(size)}).to({self.type})")
         elif any(value in uses(node) for node in others):
@@ -199,13 +198,13 @@ class LeafPrinter(ProgramPrinter):
 
     def reduced(self, accumulator: Accumulator) -> list[str]:
         """The dimensions of a block that an accumulator reduces."""
-        own = self.dims_of(self.varies[operand(accumulator)])
+        own = self.dims_of(self.varies[accumulator.operand])
         return [dim for dim in self.dims_of(accumulator.op.axes) if dim in own]
 
     def reduce(self, accumulator: Accumulator, text: str) -> str:
         """A block reduced to what it leaves."""
         dims, fn = self.reduced(accumulator), REDUCE[accumulator.op.fn]
-        own = self.dims_of(self.varies[operand(accumulator)])
+        own = self.dims_of(self.varies[accumulator.operand])
         if dims and dims == own:
             return f"{fn}({text})"
         for dim in reversed(dims):
@@ -214,7 +213,7 @@ class LeafPrinter(ProgramPrinter):
 
     def masked(self, accumulator: Accumulator) -> str:
         """The value to add up, neutral beyond the ends of what is reduced."""
-        text = self.as_number(operand(accumulator))
+        text = self.as_number(accumulator.operand)
         mask = self.mask(self.reduced(accumulator))
         return f"tl.where({mask}, {text}, {NEUTRAL[accumulator.op.fn]})" if mask else text
 
@@ -234,7 +233,7 @@ class LeafPrinter(ProgramPrinter):
                 self.write(address, f"tl.full({self.shape(dims)}, {neutral}, {self.type})", dims)
             self.line("tl.debug_barrier()")
         elif self.loops_between(accumulator):
-            dims = self.dims_of(self.varies[operand(accumulator)])
+            dims = self.dims_of(self.varies[accumulator.operand])
             self.line(f"acc_{op.name} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
 
     def address_axes(self, accumulator: Accumulator) -> Iterable[str]:

@@ -10,16 +10,14 @@ from normpass.backend.codegen.triton_layout import Layout, Names, divided
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from normpass.backend.codegen.triton_stages import Stage
-    from normpass.backend.codegen.triton_tiling import Blocks
-    from normpass.backend.program.tree import LoopAxis, Plan
+    from normpass.backend.program.tree import Launch, LoopAxis, Plan
 
 
 class ProgramPrinter(Layout):
     """Collects a kernel's lines. `scope`: the values defined where the text has come to."""
 
-    def __init__(self, plan: Plan, stage: Stage, blocks: Blocks, names: Names) -> None:
-        super().__init__(plan, stage, blocks, names)
+    def __init__(self, plan: Plan, launch: Launch, names: Names) -> None:
+        super().__init__(plan, launch, names)
         self.lines: list[str] = []
         self.indent = 1
         self.scope: set[str] = set()
@@ -47,9 +45,9 @@ class ProgramPrinter(Layout):
 
     def coordinates(self) -> None:
         """Which tile, or which share of the rows, a program has."""
-        if not self.stage.outer:
+        if not self.launch.outer:
             return
-        long = any(self.wide(axis.name) for axis in self.stage.outer)
+        long = any(self.wide(axis.name) for axis in self.launch.outer)
         program = f"tl.program_id(0){'.to(tl.int64)' if long else ''}"
         if len(self.tiles) + bool(self.blocks.shares) == 1:
             self.program = program
@@ -114,7 +112,7 @@ class ProgramPrinter(Layout):
 
     def streamed(self, axes: Iterable[str]) -> list[str]:
         """Those axes of which a program sees a chunk at a time."""
-        inner = {axis.name for axis in self.stage.inner}
+        inner = {axis.name for axis in self.launch.inner}
         return [a for a in axes if a in inner and a not in self.blocks.resident]
 
     def unravel(self, row: str) -> None:

@@ -10,6 +10,31 @@ ELEMENTS_PER_WORKER = 16 * 1024
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """The numbers behind the choices. A multiprocessor has 64 Ki registers of 32 bits and holds 64
+    warps.
+
+    resident: registers that a program may spend on what it holds of its row; beyond it streams.
+    tile: elements that a program of short rows works on at a time.
+    chunk: elements that a program of long rows works on at a time.
+    lanes: elements along the vector axis where that is divided among programs.
+    narrow: the same where the program also owns a local axis; 32 floats are a cache line.
+    kept: an axis of at most so many elements is held rather than streamed, if an array runs along
+    it. per_thread: elements of a block for each thread. most_warps: of one program. warps: for
+    each multiprocessor, where rows are shared out among as many programs as run at once."""
+
+    resident: int = 48 * 1024
+    tile: int = 2048
+    chunk: int = 4096
+    lanes: int = 128
+    narrow: int = 32
+    kept: int = 64
+    per_thread: int = 16
+    most_warps: int = 32
+    warps: int = 16
+
+
+@dataclass(frozen=True)
 class Machine:
     """What a plan has to know of the machine it is for.
 
@@ -17,7 +42,8 @@ class Machine:
     kept: kept rows beyond this many elements would push the row itself out of cache. regroups:
     whether its kernels can look at an array by other axes. partial: where more sums than this are
     added up side by side, each worker has some of them whole rather than a part of all.
-    has_vectors: whether loops go a vector of a register's lanes at a time.
+    has_vectors: whether loops go a vector of a register's lanes at a time. tiling: of programs that
+    work on blocks.
     """
 
     workers: int
@@ -25,9 +51,10 @@ class Machine:
     partial: float = math.inf
     regroups: bool = False
     has_vectors: bool = False
+    tiling: Tiling | None = None
 
 
 CPU = Machine(workers=8, kept=64 * 1024, partial=16 * 1024, regroups=True, has_vectors=True)
 # Memory between phases is dearer than any function there; what fits in registers is not computed
 # twice anyway.
-GPU = Machine(workers=256, kept=0)
+GPU = Machine(workers=256, kept=0, tiling=Tiling())

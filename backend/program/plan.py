@@ -18,11 +18,13 @@ from normpass.backend.program.axes import (
     split_reductions,
 )
 from normpass.backend.program.kinds import with_kinds
+from normpass.backend.program.launches import with_launches
 from normpass.backend.program.machine import CPU, Machine
 from normpass.backend.program.regroup import regroup
 from normpass.backend.program.rows import rows_together
 from normpass.backend.program.schedule import Scheduler
 from normpass.backend.program.sums import with_sums
+from normpass.backend.program.tiles import with_blocks
 from normpass.backend.program.tree import LoopAxis, Plan
 
 if TYPE_CHECKING:
@@ -48,4 +50,7 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
         plan = replace(plan, together=rows_together(plan))
         plan = with_sums(plan)
         plan = with_kinds(plan)
+    if machine.tiling:
+        plan = with_launches(plan)
+        plan = with_blocks(plan, machine.tiling)
     return plan

@@ -187,13 +187,59 @@ Node = Leaf | Loop
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How many elements a program of a launch works on at a time.
+
+    shares: the outer axes, as one, of which every program takes a contiguous share; the others are
+    divided into tiles. size: the block along each axis; that of the shared axes goes by the name
+    SHARED. resident: inner axes that one block covers. parts: partial results that are combined at
+    a time. warps: of a program. programs: for each multiprocessor, where rows are shared out."""
+
+    shares: tuple[str, ...]
+    size: Mapping[str, int]
+    resident: frozenset[str]
+    parts: int
+    warps: int
+    programs: int = 1
+
+
+SHARED = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel on a GPU.
+
+    outer: the axes that are divided among programs, outermost first.
+    body: what happens within them; what stood between their loops comes first.
+    scalars: values of no axes that the body needs, in order.
+    shared: accumulators whose partial results leave the launch.
+    combined: accumulators whose partial results it combines.
+    blocks: how programs go through it.
+    """
+
+    outer: tuple[LoopAxis, ...]
+    body: tuple[Node, ...]
+    scalars: tuple[Leaf, ...] = ()
+    shared: tuple[Accumulator, ...] = ()
+    combined: tuple[Accumulator, ...] = ()
+    blocks: Blocks = Blocks((), {}, frozenset(), 1, 1)
+
+    @property
+    def inner(self) -> tuple[LoopAxis, ...]:
+        """The axes that each program loops over or holds in blocks."""
+        loops = [node.axis for node in walk(*self.body) if isinstance(node, Loop)]
+        return tuple(dict.fromkeys(loops))
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a generator prints.
 
     region: the region, its reductions split where the loops need it. axes: the loops' axes,
     outermost first. vector: the axis along which lanes run. local: the axes that inner reductions
     reduce; one worker owns them unless the first of `axes` is one. body: the tree. together: the
-    rows that go together, if there are such.
+    rows that go together, if there are such. launches: on GPUs, in order.
     """
 
     region: Region
@@ -203,6 +249,7 @@ class Plan:
     body: tuple[Node, ...]
     numel: Mapping[str, sympy.Expr] = field(default_factory=dict)
     together: Together | None = None
+    launches: tuple[Launch, ...] = ()
 
     @property
     def axis(self) -> dict[str, LoopAxis]:
@@ -222,9 +269,37 @@ def rewritten(nodes: Sequence[Node], change: Callable[[Node], Node]) -> tuple[No
     )
 
 
-def walk(node: Node) -> Iterator[Node]:
-    """A node and all nodes below it."""
-    yield node
-    if isinstance(node, Loop):
-        for child in node.body:
-            yield from walk(child)
+def walk(*nodes: Node) -> Iterator[Node]:
+    """Nodes and all nodes below them, parents first."""
+    for node in nodes:
+        yield node
+        if isinstance(node, Loop):
+            yield from walk(*node.body)
+
+
+def definition(node: Node) -> str | None:
+    """The value that a node defines."""
+    match node:
+        case Load(access):
+            return access.buffer.name
+        case Compute(op):
+            return op.name
+        case Finish(accumulator):
+            return accumulator.op.name
+        case Recall(value, _, _):
+            return value
+    return None
+
+
+def uses(node: Node) -> list[str]:
+    """The values that a node itself needs."""
+    match node:
+        case Compute(op):
+            return [arg for arg in op.args if isinstance(arg, str)]
+        case Accumulate(accumulator):
+            return [accumulator.operand]
+        case Keep(value, _, _):
+            return [value]
+        case Store(output, _):
+            return [output.value]
+    return []

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.backend.codegen import triton as generator
-from normpass.backend.program.machine import GPU
+from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.layouts import Layout, relaid_out
 from normpass.backend.run.reference import evaluate
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from normpass.backend.codegen.triton_tiling import Tiling
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +46,9 @@ class TritonKernel:
         UnsupportedPlanError: if there is no Triton form of the region's plan.
     """
 
-    def __init__(self, region: Region, tiling: Tiling | None = None) -> None:
+    def __init__(self, region: Region, machine: Machine = GPU) -> None:
         self.region = region
-        self.source = generator.generate(make_plan(region, GPU), tiling)
+        self.source = generator.generate(make_plan(region, machine))
         self._run: Callable[..., None] | None = None
         self._failed = False
 

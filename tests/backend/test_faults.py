@@ -16,11 +16,11 @@ from tracing import trace
 
 from normpass.backend import entry
 from normpass.backend.codegen import cpp
-from normpass.backend.codegen import triton as triton_generator
-from normpass.backend.codegen.triton_stages import UnsupportedPlanError
 from normpass.backend.explain import dump, record
 from normpass.backend.inductor import inductor_call
 from normpass.backend.options import Options
+from normpass.backend.program import plan
+from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.run import launch_triton, runtime
 from normpass.passes import faults, names, pipeline, regions, rewrite, saved
 from normpass.passes.pipeline import Fused, Refused
@@ -246,7 +246,7 @@ def test_a_region_for_a_gpu_is_printed_when_it_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "function"), [(launch_triton, "make_plan"), (triton_generator, "split")]
+    ("owner", "function"), [(launch_triton, "make_plan"), (plan, "with_launches")]
 )
 def test_a_fault_in_a_kernel_for_a_gpu_leaves_the_region_to_inductor(
     owner: object,
@@ -268,7 +268,7 @@ def test_a_plan_without_a_triton_form_is_refused_when_it_is_planned(
     def unsupported(*args: object) -> None:
         raise UnsupportedPlanError("no Triton form for this test")
 
-    monkeypatch.setattr(triton_generator, "split", unsupported)
+    monkeypatch.setattr(plan, "with_launches", unsupported)
     (decision,) = fuse_for_gpu(92)
     assert isinstance(decision, Refused)
     assert decision.reason == "no Triton form for this test"

@@ -13,7 +13,7 @@ from triton_oracles import modulated_backward
 from triton_regions import MODULATED_BACKWARD, fill
 
 from normpass.backend.codegen.cpp import generate
-from normpass.backend.codegen.triton_stages import split
+from normpass.backend.program.launches import with_launches
 from normpass.backend.program.machine import CPU, GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.runtime import Kernel
@@ -29,7 +29,9 @@ def region(examples: int | str = 4, rows: int = ROWS, width: int = WIDTH, t: str
 
 def pieces(region: Region, machine: Machine) -> int:
     """Into how many pieces of work the first pass over memory can be divided."""
-    return product(axis.hint for axis in split(make_plan(region, machine))[0].outer)
+    return product(
+        axis.hint for axis in with_launches(make_plan(region, machine)).launches[0].outer
+    )
 
 
 @pytest.mark.parametrize("examples", [1, 2, 7, 16, 64])

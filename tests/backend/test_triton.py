@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -26,7 +27,7 @@ from normpass.passes.region import DTYPE_NAMES, parse
 
 if TYPE_CHECKING:
     from normpass.backend.codegen.triton import TritonSource
-    from normpass.backend.codegen.triton_tiling import Tiling
+    from normpass.backend.program.machine import Tiling
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton 3.6 loads what a row's elements share for each of a thread's registers anew.
@@ -35,8 +36,9 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, and it i
 PROGRAM = Path(triton_cases.__file__)
 
 
-def source(name: str, tiling: Tiling | None = None, **replace: str) -> TritonSource:
-    return generate(make_plan(parse(region(name, **replace)), GPU), tiling)
+def source(name: str, tiling: Tiling | None = None, **changed: str) -> TritonSource:
+    machine = dataclasses.replace(GPU, tiling=tiling) if tiling else GPU
+    return generate(make_plan(parse(region(name, **changed)), machine))
 
 
 def region(name: str, **replace: str) -> str:

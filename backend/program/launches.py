@@ -1,5 +1,4 @@
-"""From a plan to Triton's kernels: which loops a launch runs, and what crosses from one launch to
-the next.
+"""From a plan to launches on a GPU: which loops each runs, and what crosses from one to the next.
 
 Every loop at the top of the plan's tree is a launch of its own. What such a loop adds up over its
 programs leaves it as partial results, one set a program; a launch after it combines them in fixed
@@ -7,7 +6,7 @@ order. That one also does what the plan does with the results alone, such as sto
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from normpass.backend.program.tree import (
@@ -17,6 +16,7 @@ from normpass.backend.program.tree import (
     Compute,
     Finish,
     Keep,
+    Launch,
     Leaf,
     Load,
     Loop,
@@ -25,55 +25,26 @@ from normpass.backend.program.tree import (
     Plan,
     Recall,
     Store,
+    definition,
+    uses,
+    walk,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 class UnsupportedPlanError(NotImplementedError):
     """A plan that this generator cannot print: the message says what stood in the way."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One launch.
-
-    outer: the axes that are divided among programs, outermost first.
-    body: what happens within them; what stood between their loops comes first.
-    scalars: values of no axes that the body needs, in order.
-    shared: accumulators whose partial results leave the launch.
-    combined: accumulators whose partial results it combines.
-    """
-
-    outer: tuple[LoopAxis, ...]
-    body: tuple[Node, ...]
-    scalars: tuple[Leaf, ...] = ()
-    shared: tuple[Accumulator, ...] = ()
-    combined: tuple[Accumulator, ...] = ()
-
-    @property
-    def inner(self) -> tuple[LoopAxis, ...]:
-        """The axes that each program loops over or holds in blocks."""
-        loops = [node.axis for node in walk(self.body) if isinstance(node, Loop)]
-        return tuple(dict.fromkeys(loops))
-
-
-def walk(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes of a tree, parents first."""
-    for node in nodes:
-        yield node
-        if isinstance(node, Loop):
-            yield from walk(node.body)
-
-
-def split(plan: Plan) -> tuple[Stage, ...]:
-    """The launches of a plan, in order.
+def with_launches(plan: Plan) -> Plan:
+    """The plan with its launches.
 
     Raises:
         UnsupportedPlanError: if something at the top of the tree is neither a loop nor a value.
     """
-    return _Splitter(plan).stages()
+    return replace(plan, launches=_Splitter(plan).launches())
 
 
 class _Splitter:
@@ -108,39 +79,39 @@ class _Splitter:
                     f"plan, found {type(node).__name__}"
                 )
 
-    def stages(self) -> tuple[Stage, ...]:
-        stages: list[Stage] = []
+    def launches(self) -> tuple[Launch, ...]:
+        launches: list[Launch] = []
         taken: set[int] = set()
         for k in range(len(self.loops) + 1):
             groups: dict[tuple[str, ...], list[Accumulator]] = {}
             for accumulator in self.finished.get(k, ()):
                 groups.setdefault(accumulator.axes, []).append(accumulator)
             for axes, group in groups.items():
-                stages.append(self.combination(axes, group, k, taken))
+                launches.append(self.combination(axes, group, k, taken))
             if k < len(self.loops) and k not in taken:
-                stages.append(self.stage(*flatten(self.loops[k])))
+                launches.append(self.launch(*flatten(self.loops[k])))
         if self.stores:
-            stages.append(self.stage((), tuple(self.stores)))
-        return tuple(stages)
+            launches.append(self.launch((), tuple(self.stores)))
+        return tuple(launches)
 
-    def stage(
+    def launch(
         self,
         outer: tuple[LoopAxis, ...],
         body: tuple[Node, ...],
         combined: tuple[Accumulator, ...] = (),
-    ) -> Stage:
+    ) -> Launch:
         shared = {
             node.accumulator.op.name: node.accumulator
-            for node in walk(body)
+            for node in walk(*body)
             if isinstance(node, Accumulate) and node.accumulator.shared
         }
-        return Stage(outer, body, self.needed(body), tuple(shared.values()), combined)
+        return Launch(outer, body, self.needed(body), tuple(shared.values()), combined)
 
     def needed(self, body: Sequence[Node]) -> tuple[Leaf, ...]:
         """The values of no axes that a body uses and does not define."""
         wanted: set[str] = set()
-        defined = {d for node in walk(body) if (d := definition(node))}
-        stack = [use for node in walk(body) for use in uses(node) if use not in defined]
+        defined = {d for node in walk(*body) if (d := definition(node))}
+        stack = [use for node in walk(*body) for use in uses(node) if use not in defined]
         while stack:
             name = stack.pop()
             if name in self.scalars and name not in wanted:
@@ -150,7 +121,7 @@ class _Splitter:
 
     def combination(
         self, axes: tuple[str, ...], group: list[Accumulator], position: int, taken: set[int]
-    ) -> Stage:
+    ) -> Launch:
         """The launch that combines partial results, with later loops that only use them."""
         names = [accumulator.op.name for accumulator in group]
         body: list[Node] = [Recall(name, axes, True) for name in names]
@@ -160,9 +131,9 @@ class _Splitter:
                 taken.add(k)
                 body += [node for node in leaves if node not in body]
         later = [self.loops[k] for k in range(position, len(self.loops)) if k not in taken]
-        recalled = {node.value for node in walk(later) if isinstance(node, Recall)}
+        recalled = {node.value for node in walk(*later) if isinstance(node, Recall)}
         body += [Keep(name, axes, True) for name in names if name in recalled or not axes]
-        return self.stage(tuple(self.plan.axis[axis] for axis in axes), tuple(body), tuple(group))
+        return self.launch(tuple(self.plan.axis[axis] for axis in axes), tuple(body), tuple(group))
 
     def is_epilogue(
         self,
@@ -194,36 +165,3 @@ def flatten(loop: Loop) -> tuple[tuple[LoopAxis, ...], tuple[Node, ...]]:
         between += others
         (loop,) = loops
         axes.append(loop.axis)
-
-
-def definition(node: Node) -> str | None:
-    """The value that a node defines."""
-    match node:
-        case Load(access):
-            return access.buffer.name
-        case Compute(op):
-            return op.name
-        case Finish(accumulator):
-            return accumulator.op.name
-        case Recall(value, _, _):
-            return value
-    return None
-
-
-def uses(node: Node) -> list[str]:
-    """The values that a node itself needs."""
-    match node:
-        case Compute(op):
-            return [arg for arg in op.args if isinstance(arg, str)]
-        case Accumulate(accumulator):
-            return [operand(accumulator)]
-        case Keep(value, _, _):
-            return [value]
-        case Store(output, _):
-            return [output.value]
-    return []
-
-
-def operand(accumulator: Accumulator) -> str:
-    """The value that a reduction adds up."""
-    return str(accumulator.op.args[0])
