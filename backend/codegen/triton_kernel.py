@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
 
 
+SHARES = "shares"  # the parameter that says among how many programs rows are shared out
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One `@triton.jit` function.
@@ -53,7 +56,7 @@ class KernelPrinter(LeafPrinter):
                 self.resident_index(axis)
         self.shares()
         head = self.extents()
-        arguments = self.arguments("\n".join([*head, *self.lines]))
+        arguments = self.arguments()
         name = f"{re.sub(r'[^A-Za-z0-9_]', '_', self.region.name)}_{self.number}"
         self.kernel = Kernel(name, arguments, self.blocks.warps)
         sizes = [argument for argument, kind in arguments if not kind.startswith("*")]
@@ -63,19 +66,18 @@ class KernelPrinter(LeafPrinter):
 
     def extents(self) -> list[str]:
         """Definitions of the extents that the text uses and that are not literals."""
-        text = "\n".join(self.lines)
         lines = []
         for axis in self.plan.axes:
-            expression = index_expression(axis.extent)
-            if re.search(rf"\bn_{axis.name}\b", text) and expression != f"n_{axis.name}":
+            name = f"n_{axis.name}"
+            if name in self.used and index_expression(axis.extent) != name:
+                expression = self.size(axis.extent)
                 if axis.extent.is_number:
                     expression = f"tl.full([], {expression}, tl.int64)"
-                lines.append(f"    n_{axis.name} = {expression}")
-        text = "\n".join([*lines, text])
-        used = [s for s in self.region.runtime_sizes if re.search(rf"\bn_{s}\b", text)]
+                lines.append(f"    {name} = {expression}")
+        used = [size for size in self.region.runtime_sizes if f"n_{size}" in self.used]
         return [*(f"    n_{size} = n_{size}.to(tl.int64)" for size in used), *lines]
 
-    def arguments(self, text: str) -> tuple[tuple[str, str], ...]:
+    def arguments(self) -> tuple[tuple[str, str], ...]:
         """The kernel's parameters: of all there could be, those that its text uses."""
         outputs = [output.buffer for output in self.region.outputs]
         known = [(f"p_{b.name}", f"*{TYPES[b.dtype]}") for b in (*self.region.inputs, *outputs)]
@@ -83,9 +85,9 @@ class KernelPrinter(LeafPrinter):
         values = [op.name for op in self.region.ops]
         known += [(f"{kind}_{value}", work) for kind in ("parts", "kept") for value in values]
         known += [(f"n_{name}", "i32") for name in self.region.runtime_sizes]
-        known += [("shares", "i32")]
+        known += [(SHARES, "i32")]
         known += [(f"n_parts_{value}", "i32") for value in values]
-        return tuple((n, kind) for n, kind in known if re.search(rf"\b{n}\b", text))
+        return tuple((name, kind) for name, kind in known if name in self.used)
 
     # -- programs
 
@@ -102,7 +104,7 @@ class KernelPrinter(LeafPrinter):
             total = product(int(self.plan.axis[axis].extent) for axis in axes)
             count = str(total) if total < WIDE else f"tl.full([], {total}, tl.int64)"
         blocks = divide_up(count, block, "tl.cdiv")
-        self.line(f"rows = {times(f'tl.cdiv({blocks}, shares)', str(block))}")
+        self.line(f"rows = {times(f'tl.cdiv({blocks}, {self.use(SHARES)})', str(block))}")
         self.line("first = share * rows")
         self.line(f"last = tl.minimum(first + rows, {count})")
         for accumulator in shared:

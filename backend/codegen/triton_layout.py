@@ -89,6 +89,7 @@ class Layout:
         self.tiles = [axis for axis in launch.outer if axis.name not in launch.blocks.shares]
         self.dims = self._dimensions()
         self.masks: dict[str, str] = {}
+        self.used: set[str] = set()  # of what a kernel can be given, and of extents
         self.program = "program"
 
     # -- dimensions
@@ -129,11 +130,22 @@ class Layout:
 
     # -- extents and offsets
 
+    def use(self, name: str) -> str:
+        """A name that is a parameter of the kernel then, or an extent that is defined in it."""
+        self.used.add(name)
+        return name
+
+    def size(self, expression: sympy.Expr) -> str:
+        """A size in a kernel."""
+        for symbol in sympy.sympify(expression).free_symbols:
+            self.use(f"n_{symbol}")
+        return index_expression(expression)
+
     def extent(self, axis: str) -> str:
         """An extent in a kernel: a literal, or a name of 64 bits."""
         expression = self.plan.axis[axis].extent
         literal = expression.is_number and not self.wide(axis)
-        return str(expression) if literal else f"n_{axis}"
+        return str(expression) if literal else self.use(f"n_{axis}")
 
     def wide(self, axis: str) -> bool:
         """Whether offsets along an axis need 64 bits."""
@@ -166,7 +178,7 @@ class Layout:
         terms = []
         for axis in self.plan.axes:
             if axis.name in strides:
-                stride = index_expression(strides[axis.name])
+                stride = self.size(strides[axis.name])
                 stride = f"({stride})" if " + " in stride else stride
                 index = self.names.axis[axis.name]
                 blocked = bool(self.dims_of([axis.name]))
@@ -183,15 +195,16 @@ class Layout:
             step = step * self.plan.axis[axis].extent
         return strides
 
-    def array_size(self, axes: Iterable[str]) -> str:
-        size = index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
-        return f"({size})" if " + " in size else size
+    def array_size(self, axes: Iterable[str]) -> sympy.Expr:
+        return sympy.prod([self.plan.axis[axis].extent for axis in axes])
 
     def coordinate(self, axis: LoopAxis, *, first: bool = False) -> str:
         """A tile's number along one axis, where programs count the last axis fastest."""
-        later = self.tiles[self.tiles.index(axis) + 1 :]
-        count = self.tiles_text([axis], "tl.cdiv")
-        if count == "1":
+        if self.tiles_text([axis], "triton.cdiv") == "1":
             return "0"
+        later = self.tiles[self.tiles.index(axis) + 1 :]
         text = f"{self.program}{divided(self.tiles_text(later, 'tl.cdiv'))}"
-        return text if first else f"{text} % {f'({count})' if ' ' in count else count}"
+        if first:
+            return text
+        count = self.tiles_text([axis], "tl.cdiv")
+        return f"{text} % {f'({count})' if ' ' in count else count}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.text import index_expression
+from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.codegen.triton_layout import is_power_of_two, number, times
 from normpass.backend.codegen.triton_program import ProgramPrinter
 from normpass.backend.program.pointwise import POINTWISE, truth_values
@@ -104,7 +104,7 @@ class LeafPrinter(ProgramPrinter):
         buffer = access.buffer
         if buffer.name in self.scope:
             return
-        address = f"p_{buffer.name}{self.offset(access.strides)}"
+        address = f"{self.use(f'p_{buffer.name}')}{self.offset(access.strides)}"
         boolean = buffer.dtype is torch.bool
         text = self.read(address, self.dims_of(access.strides), "0" if boolean else "0.0")
         if boolean:
@@ -114,7 +114,7 @@ class LeafPrinter(ProgramPrinter):
         self.define(buffer.name, text)
 
     def store(self, value: str, access: Access) -> None:
-        address = f"p_{access.buffer.name}{self.offset(access.strides)}"
+        address = f"{self.use(f'p_{access.buffer.name}')}{self.offset(access.strides)}"
         text = self.as_number(value)
         if access.buffer.dtype is torch.bool:
             text = self.as_truth(value)
@@ -142,7 +142,7 @@ class LeafPrinter(ProgramPrinter):
         """A number of elements of the compute type; a fixed one is a literal where it is used."""
         others = [node for node in walk(*self.launch.body) if not isinstance(node, Compute)]
         if not size.is_number:
-            self.define(value, f"({index_expression(size)}).to({self.type})")
+            self.define(value, f"({self.size(size)}).to({self.type})")
         elif any(value in uses(node) for node in others):
             self.define(value, f"tl.full([], {size}, {self.type})")
 
@@ -179,16 +179,25 @@ class LeafPrinter(ProgramPrinter):
         for axis in others:
             count = self.tiles_text([axis], "tl.cdiv")
             index = f"({index} * {count} + {self.coordinate(axis)})"
-        size = self.array_size(accumulator.axes)
         many = times(f"shares_{self.number}", self.tiles_text(others, "triton.cdiv"))
-        self.parts[name] = (many, size)
+        self.parts[name] = (many, factor(index_expression(self.array_size(accumulator.axes))))
+        return self.part(accumulator, index)
+
+    def part(self, accumulator: Accumulator, index: str) -> str:
+        """The address of one of several partial results."""
+        size = factor(self.size(self.array_size(accumulator.axes)))
         index = index if size == "1" else f"{index} * {size}"
-        return f"parts_{name} + {index}{self.offset(self.array_strides(accumulator.axes))}"
+        parts = self.use(f"parts_{accumulator.op.name}")
+        return f"{parts} + {index}{self.offset(self.array_strides(accumulator.axes))}"
 
     def element(self, value: str) -> str:
         """The address of a value's element in the array it is kept in."""
         axes = self.varies[value]
-        return f"kept_{value}{self.offset(self.array_strides(axes))}"
+        return f"{self.use(f'kept_{value}')}{self.offset(self.array_strides(axes))}"
+
+    def kept_size(self, value: str) -> str:
+        """Elements of the array that a value is kept in, as the launcher says it."""
+        return factor(index_expression(self.array_size(self.varies[value])))
 
     def array(self, accumulator: Accumulator) -> str:
         """The address of an accumulator's element in global memory."""
@@ -227,7 +236,7 @@ class LeafPrinter(ProgramPrinter):
         if streamed:
             address = self.array(accumulator)
             if not accumulator.shared:
-                self.kept[op.name] = self.array_size(self.varies[op.name])
+                self.kept[op.name] = self.kept_size(op.name)
             with self.over(streamed):
                 dims = self.dims_of(self.address_axes(accumulator))
                 self.write(address, f"tl.full({self.shape(dims)}, {neutral}, {self.type})", dims)
@@ -270,7 +279,7 @@ class LeafPrinter(ProgramPrinter):
     def keep(self, value: str, axes: tuple[str, ...], *, shared: bool) -> None:
         if not shared and not self.streamed(axes):
             return
-        self.kept[value] = self.array_size(self.varies[value])
+        self.kept[value] = self.kept_size(value)
         dims = self.dims_of(self.varies[value])
         self.write(self.element(value), self.as_number(value), dims)
         if not shared:
@@ -291,20 +300,15 @@ class LeafPrinter(ProgramPrinter):
         own = self.dims_of(accumulator.axes)
         dims = [*(["part"] if parts > 1 else []), *own]
         self.line(f"# {op.name} from the partial results of all programs")
-        neutral, count = NEUTRAL[op.fn], f"n_parts_{op.name}"
+        neutral, count = NEUTRAL[op.fn], self.use(f"n_parts_{op.name}")
         self.line(f"acc_{op.name} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
-        size = self.array_size(accumulator.axes)
         head, step = ("part_0", f", {parts}") if parts > 1 else ("part", "")
         with self.loop(f"for {head} in range(0, {count}{step}):"):
             if parts > 1:
                 self.line(f"part = part_0 + {self.lanes('part')}")
                 self.line(f"mask_part = part < {count}")
                 self.masks["part"] = "mask_part"
-            index = "part" if size == "1" else f"part * {size}"
-            address = (
-                f"parts_{op.name} + {index}{self.offset(self.array_strides(accumulator.axes))}"
-            )
-            text = self.read(address, dims, neutral)
+            text = self.read(self.part(accumulator, "part"), dims, neutral)
             self.line(f"acc_{op.name} = {COMBINE[op.fn].format(f'acc_{op.name}', text)}")
         self.masks.pop("part", None)
         text = f"acc_{op.name}"

@@ -125,4 +125,5 @@ class ProgramPrinter(Layout):
             if k > 0:
                 text += f" % {self.extent(axis)}"
             self.line(f"{self.names.axis[axis]} = {text}")
-            after.insert(0, self.extent(axis))
+            if k > 0:
+                after.insert(0, self.extent(axis))
