@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cpp_loops import LoopPrinter
-from normpass.backend.codegen.cpp_names import COMBINE, TYPES
-from normpass.backend.codegen.text import index_expression
+from normpass.backend.codegen.text import TYPES, index_expression
+from normpass.backend.program.reductions import REDUCTIONS
 from normpass.backend.program.tree import (
     Accumulate,
     Accumulator,
@@ -65,7 +65,7 @@ class _Printer(LoopPrinter):
         """Pointers and extents by name."""
         for k, buffer in enumerate(self.buffers):
             const = "const " if k < len(self.region.inputs) else ""
-            kind = f"{const}{TYPES[buffer.dtype]}*"
+            kind = f"{const}{TYPES[buffer.dtype].cpp}*"
             self.line(f"const auto p_{buffer.name} = static_cast<{kind}>(tensors[{k}]);")
         for k, name in enumerate(self.region.runtime_sizes):
             self.line(f"const int64_t n_{name} = sizes[{k}];")
@@ -93,7 +93,7 @@ class _Printer(LoopPrinter):
 
     def begin_shared(self, accumulator: Accumulator) -> None:
         name = self.array(accumulator.op.name, accumulator.axes)
-        kind = f"Partials<scalar, {COMBINE[accumulator.op.fn]}>"
+        kind = f"Partials<scalar, {REDUCTIONS[accumulator.op.fn].cpp}>"
         self.line(f"{kind} parts_{name}(workers, {self.size_of(accumulator)});")
 
     def begin_alone(self, accumulator: Accumulator) -> None:

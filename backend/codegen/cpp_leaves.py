@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.cpp_names import COMBINE, Names
+from normpass.backend.codegen.cpp_names import Names
 from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.program.pointwise import POINTWISE
+from normpass.backend.program.reductions import REDUCTIONS
 from normpass.backend.program.tree import (
     Access,
     Accumulate,
@@ -136,7 +137,7 @@ class LeafPrinter(Names):
             self.line(f"added({times}, {name});")
 
     def begin(self, accumulator: Accumulator) -> None:
-        name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
+        name, fn = accumulator.op.name, REDUCTIONS[accumulator.op.fn].cpp
         if accumulator.axes:
             size = self.size_of(accumulator)
             array = self.array(name, accumulator.axes)
@@ -159,7 +160,7 @@ class LeafPrinter(Names):
 
     def accumulate(self, accumulator: Accumulator) -> None:
         op, value = accumulator.op, accumulator.operand
-        fn = COMBINE[op.fn]
+        fn = REDUCTIONS[op.fn].cpp
         text, lanes = self.as_number(value), "lanes" if self.is_vector(value) else "0"
         if not accumulator.axes:
             target, unrolled = self.name(f"acc_{op.name}"), accumulator.unrolled
@@ -184,7 +185,7 @@ class LeafPrinter(Names):
         if accumulator.long:
             name += ".total()"
         reduced = self.plan.vector in accumulator.op.axes
-        return f"across<{COMBINE[accumulator.op.fn]}>({name})" if reduced else name
+        return f"across<{REDUCTIONS[accumulator.op.fn].cpp}>({name})" if reduced else name
 
     def finish(self, accumulator: Accumulator) -> None:
         array = self.array(accumulator.op.name, accumulator.axes)
@@ -208,7 +209,7 @@ class LeafPrinter(Names):
     def regroup(self, op: Op, array: Recall) -> None:
         mine = set(array.axes) ^ set(op.axes)
         axes = [axis.name for axis in self.plan.axes if axis.name in mine]
-        offset = self.offset(self.array_strides(axes))
+        offset = self.offset(self.plan.array_strides(axes))
         self.define(
             op.name, self.read(op.name, f"{self.array(array.value, array.axes)} + {offset}")
         )

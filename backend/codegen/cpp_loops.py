@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cpp_leaves import LeafPrinter
-from normpass.backend.codegen.cpp_names import COMBINE
+from normpass.backend.program.reductions import REDUCTIONS
 from normpass.backend.program.tree import (
     Abreast,
     Accumulate,
@@ -222,7 +222,7 @@ class LoopPrinter(LeafPrinter):
             case Begin(accumulator):
                 self.line(f"Vec rows_{accumulator.op.name}[Vec::size()];")
             case Finish(accumulator):
-                name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
+                name, fn = accumulator.op.name, REDUCTIONS[accumulator.op.fn].cpp
                 self.line(f"const Vec {name} = across_rows<{fn}>(rows_{name});")
             case _:
                 self.along, self.lanes, self.first = str(self.jam), "rows", self.jam
@@ -265,5 +265,5 @@ class LoopPrinter(LeafPrinter):
                 self.begin(accumulator)
             self.inner_loop(node)
             for accumulator in sums:
-                name, fn = accumulator.op.name, COMBINE[accumulator.op.fn]
+                name, fn = accumulator.op.name, REDUCTIONS[accumulator.op.fn].cpp
                 self.line(f"rows_{name}[j] = together<{fn}>(acc_{name});")

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from normpass.backend.program.tree import Accumulator, Plan
     from normpass.passes.region import Arg
 
-TYPES = {
-    torch.float64: "double",
-    torch.float32: "float",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-    torch.bool: "bool",
-}
-COMBINE = {"sum": "Sum", "prod": "Prod", "amax": "Amax", "amin": "Amin"}
-
 
 class Names:
     """Names and lines of one kernel."""
@@ -126,17 +117,6 @@ class Names:
     def array(self, value: str, axes: Sequence[str]) -> str:
         return f"{value}_by_{'_'.join(axes)}" if axes else f"{value}_total"
 
-    def array_strides(self, axes: Sequence[str]) -> dict[str, sympy.Expr]:
-        """An array lies in loop order, except that lanes are innermost."""
-        strides: dict[str, sympy.Expr] = {}
-        step: sympy.Expr = sympy.Integer(1)
-        for axis in sorted(
-            axes, key=lambda a: (a == self.plan.vector, axes.index(a)), reverse=True
-        ):
-            strides[axis] = step
-            step = step * self.plan.axis[axis].extent
-        return strides
-
     def array_size(self, value: str, axes: Sequence[str]) -> str:
         size = index_expression(sympy.prod([self.plan.axis[axis].extent for axis in axes]))
         return f"{factor(size)} * Vec::size()" if self.is_wide(value, axes) else size
@@ -156,7 +136,7 @@ class Names:
 
     def element(self, value: str, axes: Sequence[str]) -> str:
         """The address of a value's element in its array."""
-        offset = self.offset(self.array_strides(axes))
+        offset = self.offset(self.plan.array_strides(axes))
         if self.is_wide(value, axes):
             offset = f"{factor(offset)} * Vec::size()"
         address = f"{self.array(value, axes)} + {offset}"

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import sympy
+import torch
+
+
+class Spelling(NamedTuple):
+    """What dialects call a type of elements."""
+
+    cpp: str
+    triton: str
+
+
+TYPES = {
+    torch.float64: Spelling("double", "fp64"),
+    torch.float32: Spelling("float", "fp32"),
+    torch.float16: Spelling("c10::Half", "fp16"),
+    torch.bfloat16: Spelling("c10::BFloat16", "bf16"),
+    torch.bool: Spelling("bool", "i1"),
+}
 
 
 def index_expression(expression: sympy.Expr) -> str:

@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from normpass.backend.codegen.text import index_expression
+from normpass.backend.codegen.text import TYPES, index_expression
 from normpass.backend.codegen.triton_layout import WIDE, divide_up, times
-from normpass.backend.codegen.triton_leaves import TYPES, LeafPrinter
+from normpass.backend.codegen.triton_leaves import LeafPrinter
 from normpass.backend.program.tree import SHARED, Loop
 from normpass.passes.region import product
 
@@ -80,7 +80,9 @@ class KernelPrinter(LeafPrinter):
     def arguments(self) -> tuple[tuple[str, str], ...]:
         """The kernel's parameters: of all there could be, those that its text uses."""
         outputs = [output.buffer for output in self.region.outputs]
-        known = [(f"p_{b.name}", f"*{TYPES[b.dtype]}") for b in (*self.region.inputs, *outputs)]
+        known = [
+            (f"p_{b.name}", f"*{TYPES[b.dtype].triton}") for b in (*self.region.inputs, *outputs)
+        ]
         work = f"*{self.type.removeprefix('tl.float')}".replace("*", "*fp")
         values = [op.name for op in self.region.ops]
         known += [(f"{kind}_{value}", work) for kind in ("parts", "kept") for value in values]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from normpass.backend.codegen.text import index_expression
+from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.program.tree import SHARED, Launch, Load, LoopAxis, Plan, Store, walk
 
 if TYPE_CHECKING:
@@ -165,8 +165,7 @@ class Layout:
         for axis in axes:
             kernel = cdiv == "tl.cdiv"
             extent = self.extent(axis.name) if kernel else index_expression(axis.extent)
-            extent = f"({extent})" if " + " in extent else extent
-            text = divide_up(extent, self.blocks.size[axis.name], cdiv)
+            text = divide_up(factor(extent), self.blocks.size[axis.name], cdiv)
             if text.isdigit():
                 fixed *= int(text)
             else:
@@ -178,22 +177,11 @@ class Layout:
         terms = []
         for axis in self.plan.axes:
             if axis.name in strides:
-                stride = self.size(strides[axis.name])
-                stride = f"({stride})" if " + " in stride else stride
+                stride = factor(self.size(strides[axis.name]))
                 index = self.names.axis[axis.name]
                 blocked = bool(self.dims_of([axis.name]))
                 terms.append((blocked, index if stride == "1" else f"{index} * {stride}"))
         return "".join(f" + {term}" for _, term in sorted(terms, key=lambda t: t[0]))
-
-    def array_strides(self, axes: Iterable[str]) -> dict[str, sympy.Expr]:
-        """An array lies in loop order, except that lanes are innermost."""
-        strides: dict[str, sympy.Expr] = {}
-        step: sympy.Expr = sympy.Integer(1)
-        order = [a.name for a in reversed(self.plan.axes) if a.name in set(axes)]
-        for axis in sorted(order, key=lambda axis: axis != self.plan.vector):
-            strides[axis] = step
-            step = step * self.plan.axis[axis].extent
-        return strides
 
     def array_size(self, axes: Iterable[str]) -> sympy.Expr:
         return sympy.prod([self.plan.axis[axis].extent for axis in axes])

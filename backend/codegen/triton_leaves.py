@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.text import factor, index_expression
+from normpass.backend.codegen.text import TYPES, factor, index_expression
 from normpass.backend.codegen.triton_layout import is_power_of_two, number, times
 from normpass.backend.codegen.triton_program import ProgramPrinter
 from normpass.backend.program.pointwise import POINTWISE, truth_values
+from normpass.backend.program.reductions import REDUCTIONS
 from normpass.backend.program.tree import (
     Accumulate,
     Begin,
@@ -37,21 +38,6 @@ if TYPE_CHECKING:
     from normpass.passes.region import Arg, Op, Region
 
 
-TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.bool: "i1",
-}
-NEUTRAL = {"sum": "0.0", "prod": "1.0", "amax": 'float("-inf")', "amin": 'float("inf")'}
-COMBINE = {
-    "sum": "{0} + {1}",
-    "prod": "{0} * {1}",
-    "amax": "lib.maximum({0}, {1})",
-    "amin": "lib.minimum({0}, {1})",
-}
-REDUCE = {"sum": "tl.sum", "prod": "lib.prod", "amax": "lib.amax", "amin": "lib.amin"}
 # Arguments that may be bare literals: beside an operator they take the other operand's type. In
 # other calls they would be float32 always, so there they are pinned.
 BARE = dict.fromkeys(("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge"), (0, 1)) | {
@@ -109,7 +95,7 @@ class LeafPrinter(ProgramPrinter):
         text = self.read(address, self.dims_of(access.strides), "0" if boolean else "0.0")
         if boolean:
             text = f"{text} != 0"
-        elif f"tl.{TYPES[buffer.dtype].replace('fp', 'float')}" != self.type:
+        elif f"tl.{TYPES[buffer.dtype].triton.replace('fp', 'float')}" != self.type:
             text = f"{text}.to({self.type})"
         self.define(buffer.name, text)
 
@@ -188,12 +174,12 @@ class LeafPrinter(ProgramPrinter):
         size = factor(self.size(self.array_size(accumulator.axes)))
         index = index if size == "1" else f"{index} * {size}"
         parts = self.use(f"parts_{accumulator.op.name}")
-        return f"{parts} + {index}{self.offset(self.array_strides(accumulator.axes))}"
+        return f"{parts} + {index}{self.offset(self.plan.array_strides(accumulator.axes))}"
 
     def element(self, value: str) -> str:
         """The address of a value's element in the array it is kept in."""
         axes = self.varies[value]
-        return f"{self.use(f'kept_{value}')}{self.offset(self.array_strides(axes))}"
+        return f"{self.use(f'kept_{value}')}{self.offset(self.plan.array_strides(axes))}"
 
     def kept_size(self, value: str) -> str:
         """Elements of the array that a value is kept in, as the launcher says it."""
@@ -212,7 +198,7 @@ class LeafPrinter(ProgramPrinter):
 
     def reduce(self, accumulator: Accumulator, text: str) -> str:
         """A block reduced to what it leaves."""
-        dims, fn = self.reduced(accumulator), REDUCE[accumulator.op.fn]
+        dims, fn = self.reduced(accumulator), REDUCTIONS[accumulator.op.fn].triton
         own = self.dims_of(self.varies[accumulator.operand])
         if dims and dims == own:
             return f"{fn}({text})"
@@ -224,7 +210,11 @@ class LeafPrinter(ProgramPrinter):
         """The value to add up, neutral beyond the ends of what is reduced."""
         text = self.as_number(accumulator.operand)
         mask = self.mask(self.reduced(accumulator))
-        return f"tl.where({mask}, {text}, {NEUTRAL[accumulator.op.fn]})" if mask else text
+        return (
+            f"tl.where({mask}, {text}, {number(REDUCTIONS[accumulator.op.fn].neutral)})"
+            if mask
+            else text
+        )
 
     def loops_between(self, accumulator: Accumulator) -> bool:
         """Whether values are added in a loop of the text, rather than all at once."""
@@ -232,7 +222,7 @@ class LeafPrinter(ProgramPrinter):
 
     def begin(self, accumulator: Accumulator) -> None:
         op = accumulator.op
-        neutral, streamed = NEUTRAL[op.fn], self.streamed(accumulator.axes)
+        neutral, streamed = number(REDUCTIONS[op.fn].neutral), self.streamed(accumulator.axes)
         if streamed:
             address = self.array(accumulator)
             if not accumulator.shared:
@@ -251,7 +241,7 @@ class LeafPrinter(ProgramPrinter):
 
     def accumulate(self, accumulator: Accumulator) -> None:
         op = accumulator.op
-        text, combine = self.masked(accumulator), COMBINE[op.fn]
+        text, combine = self.masked(accumulator), REDUCTIONS[op.fn].combine
         if self.streamed(accumulator.axes):
             address, dims = self.array(accumulator), self.dims_of(self.address_axes(accumulator))
             text = self.reduce(accumulator, text)
@@ -300,7 +290,7 @@ class LeafPrinter(ProgramPrinter):
         own = self.dims_of(accumulator.axes)
         dims = [*(["part"] if parts > 1 else []), *own]
         self.line(f"# {op.name} from the partial results of all programs")
-        neutral, count = NEUTRAL[op.fn], self.use(f"n_parts_{op.name}")
+        neutral, count = number(REDUCTIONS[op.fn].neutral), self.use(f"n_parts_{op.name}")
         self.line(f"acc_{op.name} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
         head, step = ("part_0", f", {parts}") if parts > 1 else ("part", "")
         with self.loop(f"for {head} in range(0, {count}{step}):"):
@@ -309,10 +299,10 @@ class LeafPrinter(ProgramPrinter):
                 self.line(f"mask_part = part < {count}")
                 self.masks["part"] = "mask_part"
             text = self.read(self.part(accumulator, "part"), dims, neutral)
-            self.line(f"acc_{op.name} = {COMBINE[op.fn].format(f'acc_{op.name}', text)}")
+            self.line(f"acc_{op.name} = {REDUCTIONS[op.fn].combine.format(f'acc_{op.name}', text)}")
         self.masks.pop("part", None)
         text = f"acc_{op.name}"
         if parts > 1:
             axis = f", axis={self.dims.index('part')}, keep_dims=True" if own else ""
-            text = f"{REDUCE[op.fn]}({text}{axis})"
+            text = f"{REDUCTIONS[op.fn].triton}({text}{axis})"
         self.define(op.name, text)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from normpass.passes.region import Buffer, Op, Output, Region, product
+import sympy
+
+from normpass.passes.region import Buffer, Op, Output, Region
 from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import sympy
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,15 @@ class Plan:
     def axis(self) -> dict[str, LoopAxis]:
         return {axis.name: axis for axis in self.axes}
 
-    @property
-    def row_elements(self) -> int:
-        """Elements that one worker has before it between two phases, by hints."""
-        return product(a.hint for a in self.axes if a.name in self.local)
+    def array_strides(self, axes: Iterable[str]) -> dict[str, sympy.Expr]:
+        """An array lies in loop order, except that lanes are innermost."""
+        strides: dict[str, sympy.Expr] = {}
+        step: sympy.Expr = sympy.Integer(1)
+        order = [axis.name for axis in reversed(self.axes) if axis.name in set(axes)]
+        for axis in sorted(order, key=lambda axis: axis != self.vector):
+            strides[axis] = step
+            step = step * self.axis[axis].extent
+        return strides
 
 
 def rewritten(nodes: Sequence[Node], change: Callable[[Node], Node]) -> tuple[Node, ...]:
