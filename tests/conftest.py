@@ -27,6 +27,8 @@ if OWNER not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="normpass-tests-")
 # Decisions are those of the shipped constants, whatever this machine's user has measured.
 os.environ["NORMPASS_CALIBRATION"] = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "none")
+# Programs are looked through after every pass.
+os.environ.setdefault("NORMPASS_VERIFY", "1")
 # The graphs of tests are small: a pool of compiling processes costs more than it saves.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -27,6 +27,7 @@ from snapshots import assert_inline
 import normpass
 from normpass.__main__ import COMMANDS, main
 from normpass.backend.options import Options
+from normpass.backend.program import verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -205,7 +206,7 @@ def check_options(words: Sequence[str], *commands: tuple[str, ...]) -> None:
 
 
 def check_variable(name: str) -> None:
-    ours = {option.metadata.get("env") for option in fields(Options)}
+    ours = {option.metadata.get("env") for option in fields(Options)} | {verify.VARIABLE}
     known = name in ours | VARIABLES or re.search(rf"^{name} \?=", MAKEFILE, re.MULTILINE)
     assert known, f"{name} is no variable of normpass or of the Makefile"
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen import cpp
-from normpass.backend.program.machine import GPU
+from normpass.backend.program.machine import CPU, GPU
 from normpass.backend.program.plan import make_plan
 from normpass.passes.region import parse
 
 if TYPE_CHECKING:
+    from normpass.backend.program.tree import Plan
     from normpass.passes.pipeline import Fused
 
 
 def kernel_source(fused: Fused) -> str:
     """The generated kernel of a fused region, in the dialect of its device."""
-    region = parse(fused.text)
+    plan = program(fused)
     if fused.device == "cuda":
         from normpass.backend.codegen import triton
 
-        return triton.generate(make_plan(region, GPU)).text
-    return cpp.generate(make_plan(region))
+        return triton.generate(plan).text
+    return cpp.generate(plan)
+
+
+def program(fused: Fused) -> Plan:
+    """What is printed."""
+    return make_plan(parse(fused.text), GPU if fused.device == "cuda" else CPU)

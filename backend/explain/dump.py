@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Graph, GraphModule
 
-from normpass.backend.codegen.source import kernel_source
+from normpass.backend.codegen.source import kernel_source, program
+from normpass.backend.program.listing import listing
 from normpass.passes.pipeline import Decision, Fused
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def graph(
 
 
 def kernels(folder: str | None, decisions: Sequence[Decision], number: int) -> None:
-    """Writes the region and the kernel of everything fused."""
+    """Writes the region, the program and the kernel of everything fused."""
     if not folder:
         return
     for k, decision in enumerate(decisions):
@@ -41,6 +42,7 @@ def kernels(folder: str | None, decisions: Sequence[Decision], number: int) -> N
             stem = f"{number:03d}_40_kernel{k}_{decision.name}"
             suffix = "cpp" if decision.device == "cpu" else "py"
             _write(folder, f"{stem}.region", decision.text)
+            _write(folder, f"{stem}.program", listing(program(decision)))
             _write(folder, f"{stem}.{suffix}", kernel_source(decision))
 
 

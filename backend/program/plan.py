@@ -1,13 +1,13 @@
 """From a region to a kernel plan: which loops, in which order, and what each of them computes.
 
 A plan is a tree (tree.py) over axes in one order (axes.py), with every value in its place
-(schedule.py). Lanes run along one of the axes, or along short groups together (regroup.py). Every
-generator prints this tree, and none of them decides anything about dependences.
+(schedule.py). Lanes run along one of the axes, or along short groups together (regroup.py). How its
+loops go on CPUs is decided in rows.py, sums.py and kinds.py, what is launched on GPUs in
+launches.py and tiles.py. Every generator prints what it finds there, and decides nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from normpass.backend.program.axes import (
@@ -21,18 +21,37 @@ from normpass.backend.program.kinds import with_kinds
 from normpass.backend.program.launches import with_launches
 from normpass.backend.program.machine import CPU, Machine
 from normpass.backend.program.regroup import regroup
-from normpass.backend.program.rows import rows_together
+from normpass.backend.program.rows import with_rows_together
 from normpass.backend.program.schedule import Scheduler
 from normpass.backend.program.sums import with_sums
 from normpass.backend.program.tiles import with_blocks
 from normpass.backend.program.tree import LoopAxis, Plan
+from normpass.backend.program.verify import verified
 
 if TYPE_CHECKING:
     from normpass.passes.region import Region
 
 
 def make_plan(region: Region, machine: Machine = CPU) -> Plan:
-    """The plan of a region, from its text and the kind of machine alone: everywhere the same."""
+    """The plan of a region, from its text and the kind of machine alone: everywhere the same. The
+    only place where the order of its passes exists.
+
+    Raises:
+        UnsupportedPlanError: if launches cannot be made of it.
+    """
+    plan = verified(placed(region, machine), "placing")
+    if machine.has_vectors:
+        plan = verified(with_rows_together(plan), "rows")
+        plan = verified(with_sums(plan), "sums")
+        plan = verified(with_kinds(plan), "kinds")
+    if machine.tiling:
+        plan = verified(with_launches(plan), "launches")
+        plan = verified(with_blocks(plan, machine.tiling), "blocks")
+    return plan
+
+
+def placed(region: Region, machine: Machine) -> Plan:
+    """The loops of a region in one order, with every value in its place."""
     region, axes, accesses, numel = coalesce(region)
     vector = choose_vector(axes, accesses)
     small: tuple[LoopAxis, ...] = ()
@@ -45,12 +64,4 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     order = (*choose_order(region, axes, accesses, inner, vector, machine), *small)
     region = split_reductions(region, order)
     body = Scheduler(region, order, accesses, machine, vector, local).plan()
-    plan = Plan(region, order, vector, local, body, numel)
-    if machine.has_vectors:
-        plan = replace(plan, together=rows_together(plan))
-        plan = with_sums(plan)
-        plan = with_kinds(plan)
-    if machine.tiling:
-        plan = with_launches(plan)
-        plan = with_blocks(plan, machine.tiling)
-    return plan
+    return Plan(region, order, vector, local, body, numel)

@@ -9,6 +9,7 @@ that run along the rows do it for all of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +62,13 @@ ALIGN_FROM, ALIGN_FROM_WITH_ARRAYS = 128, 512
 MOST_LANES = 16
 
 
-def rows_together(plan: Plan) -> Together | None:
-    """Which rows of a plan go together; None if they go one by one."""
+def with_rows_together(plan: Plan) -> Plan:
+    """The plan with which of its rows go together."""
+    return replace(plan, together=_rows_together(plan))
+
+
+def _rows_together(plan: Plan) -> Together | None:
+    """None if they go one by one."""
     loops = list(_row_loops(plan))
     if plan.vector not in plan.local or len({loop.axis.name for loop in loops}) != 1:
         return None

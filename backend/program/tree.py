@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from normpass.passes.region import Buffer, Op, Output, Region
 from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from normpass.passes.region import Buffer, Op, Output, Region
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def definition(node: Node) -> str | None:
     match node:
         case Load(access):
             return access.buffer.name
-        case Compute(op):
+        case Compute(op) | Regroup(op, _):
             return op.name
         case Finish(accumulator):
             return accumulator.op.name
