@@ -8,6 +8,7 @@ launches.py and tiles.py. Every generator prints what it finds there, and decide
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from normpass.backend.program.axes import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from normpass.passes.region import Region
 
 
+@lru_cache(maxsize=128)  # a region is weighed, printed and explained by the same plan
 def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     """The plan of a region, from its text and the kind of machine alone: everywhere the same. The
     only place where the order of its passes exists.
