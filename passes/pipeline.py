@@ -105,6 +105,7 @@ def fuse_graph(
 
 
 STAYS = "What is not fused yet stays with Inductor"
+PLANNING = "planning the kernel"
 
 
 def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
@@ -271,7 +272,7 @@ class Judge:
             cost = estimate(lowered, nodes)
 
             def planned() -> Work:
-                attempt.stage = "planning the kernel"
+                attempt.stage = PLANNING
                 return self.kernel(lowered, cost)
 
             stock = partial(theirs, nodes, grown.domain, lowered, cost.sizes)
@@ -279,7 +280,7 @@ class Judge:
             reason = refusal(lowered, cost, planned, stock, here, least_bytes=self.least_bytes)
             fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
             if reason is None:
-                attempt.stage = "planning the kernel"
+                attempt.stage = PLANNING
                 reason, fault = self.missing(lowered), Fault(unknown=True)
             if reason is not None:
                 attempt.fault = fault
@@ -289,7 +290,9 @@ class Judge:
         except (NotLowered, SizeUnknown) as error:
             attempt.fault = Fault.of(error)
             return Refused(*label, str(error), members)
-        except NotImplementedError as error:  # the backend has no kernel of this form
+        except NotImplementedError as error:
+            if attempt.stage != PLANNING:
+                raise  # what else is not implemented is a fault of ours
             attempt.fault = Fault(unknown=True)
             return Refused(*label, str(error), members)
         return Fused(

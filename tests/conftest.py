@@ -50,7 +50,7 @@ class Unfused(logging.Handler):
 
 
 for _runner in ("runtime", "launch_triton"):
-    logging.getLogger(f"normpass.backend.{_runner}").addHandler(Unfused())
+    logging.getLogger(f"normpass.backend.run.{_runner}").addHandler(Unfused())
 
 
 def pytest_unconfigure() -> None:

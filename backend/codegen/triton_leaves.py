@@ -210,11 +210,8 @@ class LeafPrinter(ProgramPrinter):
         """The value to add up, neutral beyond the ends of what is reduced."""
         text = self.as_number(accumulator.operand)
         mask = self.mask(self.reduced(accumulator))
-        return (
-            f"tl.where({mask}, {text}, {number(REDUCTIONS[accumulator.op.fn].neutral)})"
-            if mask
-            else text
-        )
+        neutral = number(REDUCTIONS[accumulator.op.fn].neutral)
+        return f"tl.where({mask}, {text}, {neutral})" if mask else text
 
     def loops_between(self, accumulator: Accumulator) -> bool:
         """Whether values are added in a loop of the text, rather than all at once."""

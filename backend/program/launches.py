@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class UnsupportedPlanError(NotImplementedError):
-    """A plan that this generator cannot print: the message says what stood in the way."""
+    """A plan that launches cannot be made of: the message says what stood in the way."""
 
 
 def with_launches(plan: Plan) -> Plan:

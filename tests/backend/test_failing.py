@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -93,6 +94,13 @@ for width in (64, 96):
     torch.testing.assert_close(grad, x.grad)
 print("right")
 """
+
+
+@pytest.mark.parametrize("module", ["runtime", "launch_triton"])
+def test_a_kernel_that_was_not_built_fails_its_test(module: str) -> None:
+    """conftest.py listens to the loggers by name, before anything of ours is imported."""
+    log = importlib.import_module(f"normpass.backend.run.{module}").log
+    assert "Unfused" in [type(handler).__name__ for handler in log.handlers]
 
 
 def test_no_compiler_is_one_warning(fresh_cache: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_launch_combines_what_an_earlier_one_left() -> None:
         verify(replace(plan, launches=plan.launches[::-1]), "this test")
 
 
-def test_what_is_found_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_says_where() -> None:
     """The pass, the loops around, what was expected and found, and the program."""
     plan = without(Accumulate)(make_plan(parse(PROGRAMS["layer_norm_backward"]), CPU))
     verify(plan, "nothing")  # a sum of nothing is one all the same

@@ -153,6 +153,17 @@ def test_a_normalized_tensor_is_written_for_who_needs_nothing_else() -> None:
     assert written(region) == ["r", "c r"]
 
 
+def test_what_is_small_is_no_reason_to_compute_again() -> None:
+    """Something of the statistics is written too, but nothing as large as the tensor."""
+
+    def f(x: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return x * scale * (scale * 2).cumsum(0)
+
+    (region,) = fused(f, X)
+    assert written(region) == ["c r", "r"]
+
+
 def test_a_mean_s_gradient_is_computed_again() -> None:
     """A number of each row, divided by how many there are, where a mask lets it through."""
 
