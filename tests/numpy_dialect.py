@@ -68,7 +68,8 @@ class _Printer:
             self.line(1, f"n_{axis.name} = {axis.extent}")
         for keep in walk(*self.plan.body):
             if isinstance(keep, Keep):
-                self.line(1, f"a_{keep.value} = np.empty({self.elements(keep.axes)})")
+                array = self.array(keep.value, keep.axes)
+                self.line(1, f"{array} = np.empty({self.elements(keep.axes)})")
         self.nodes(1, self.plan.body)
         self.line(1, "pass")
         return "\n".join(self.lines)
@@ -90,8 +91,12 @@ class _Printer:
     def offset(self, strides: Mapping[str, sympy.Expr]) -> str:
         return " + ".join(["0", *(f"i_{axis} * ({step})" for axis, step in strides.items())])
 
+    def array(self, value: str, axes: Iterable[str]) -> str:
+        """A sum of all rows and one of each may be kept at the same time."""
+        return f"a_{'_by_'.join([value, *axes])}"
+
     def element(self, value: str, axes: Iterable[str]) -> str:
-        return f"a_{value}[{self.offset(self.plan.array_strides(axes))}]"
+        return f"{self.array(value, axes)}[{self.offset(self.plan.array_strides(axes))}]"
 
     def leaf(self, node: Leaf) -> str:
         match node:
@@ -109,7 +114,8 @@ class _Printer:
                 return f"v_{value} = {f'bool({read})' if self.is_truth(value) else read}"
             case Regroup(op, array):
                 others = [a.name for a in self.plan.axes if a.name in {*array.axes} ^ {*op.axes}]
-                return f"v_{op.name} = {self.element(array.value, others)}"
+                place = self.offset(self.plan.array_strides(others))
+                return f"v_{op.name} = {self.array(array.value, array.axes)}[{place}]"
         return self.sum(node)
 
     def sum(self, node: Begin | Accumulate | Finish) -> str:
@@ -120,7 +126,8 @@ class _Printer:
             case Begin():
                 neutral = f"float('{REDUCTIONS[fn].neutral}')"
                 if accumulator.axes:
-                    return f"a_{name} = np.full({self.elements(accumulator.axes)}, {neutral})"
+                    array = self.array(name, accumulator.axes)
+                    return f"{array} = np.full({self.elements(accumulator.axes)}, {neutral})"
                 return f"v_{name} = {neutral}"
             case Accumulate():
                 return f"{place} = COMBINE['{fn}']({place}, float(v_{accumulator.operand}))"

@@ -153,6 +153,8 @@ class _Printer(LoopPrinter):
             ]
             for name in (*private_arrays, *own, *shared):
                 self.line(f"scalar* const {name} = parts_{name}.of(worker);")
+            for name in shared:
+                self.line(f"parts_{name}.begin(worker);")
             totals = [a for a in shared.values() if not a.axes]
             for accumulator in totals:
                 self.begin(accumulator)

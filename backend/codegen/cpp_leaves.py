@@ -99,6 +99,46 @@ class LeafPrinter(Names):
         else:
             self.line(f"scatter({address}, {index_expression(stride)}, {text}, {self.lanes});")
 
+    # -- rows that go together and are neighbours in memory, where lanes are far apart
+
+    def is_crossed(self, access: Access) -> bool:
+        """Whether a tensor has the rows that go together side by side, and its lanes far apart."""
+        return (
+            not self.abreast
+            and access.strides.get(str(self.jam)) == 1
+            and access.strides.get(self.along, 1) != 1
+            and access.buffer.dtype is not torch.bool
+        )
+
+    def begin_crossed(self, node: Load | Store) -> None:
+        """Reads a tensor's lanes for all rows at once, or declares what is written so."""
+        name = node.access.buffer.name
+        if isinstance(node, Store):
+            self.line(f"Vec rows_{name}[J];")
+            return
+        self.indexed.add(name)
+        self.line(f"Vec {name}[J];")
+        self.line(f"load_rows<scalar>({name}, {self.crossed(node.access)}, lanes);")
+
+    def take_crossed(self, node: Store) -> None:
+        """What one of the rows writes."""
+        value = node.output.value
+        text = self.as_number(value) if self.is_vector(value) else f"Vec({self.as_number(value)})"
+        self.line(f"rows_{node.access.buffer.name}[j] = {text};")
+
+    def end_crossed(self, node: Load | Store) -> None:
+        """Writes a tensor's lanes for all rows at once."""
+        if isinstance(node, Store):
+            name = node.access.buffer.name
+            self.line(f"store_rows({self.crossed(node.access)}, rows_{name}, lanes);")
+
+    def crossed(self, access: Access) -> str:
+        """Where the first row's lanes begin, and how far they are apart."""
+        self.first = self.jam
+        address = self.address(access)
+        self.first = None
+        return f"{address}, {index_expression(access.strides[self.along])}"
+
     def compute(self, op: Op) -> None:
         if op.fn == "numel":
             size = index_expression(self.plan.numel[op.name])

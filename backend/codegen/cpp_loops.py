@@ -127,19 +127,36 @@ class LoopPrinter(LeafPrinter):
                 self.leaf(node)
         if not rows:
             return
-        arrays = [n.accumulator for n in rows if isinstance(n, Accumulate) and n.accumulator.axes]
-        for accumulator in arrays:
+        held = [
+            node.accumulator
+            for node in rows
+            if isinstance(node, Accumulate)
+            if node.accumulator.axes and self.jam not in node.accumulator.axes
+        ]
+        crossed = [n for n in rows if isinstance(n, Load | Store) and self.is_crossed(n.access)]
+        rows = [node for node in rows if not (isinstance(node, Load) and node in crossed)]
+        for accumulator in held:
             self.hold(accumulator)
-        if outlive:
-            for node in rows:
-                self.declare(node)
+        for node in crossed:
+            self.begin_crossed(node)
+        for node in rows if outlive else ():
+            self.declare(node)
+        self.rows(rows, crossed)
+        for node in crossed:
+            self.end_crossed(node)
+        for accumulator in held:
+            self.release(accumulator)
+
+    def rows(self, nodes: Sequence[Leaf], crossed: Sequence[Leaf]) -> None:
+        """A loop over the rows that go together, for leaves that differ between them."""
         if not self.abreast:
             self.line("#pragma GCC unroll 4")
         with self.each_row(*(("first", "last") if self.abreast else ("0", "J"))):
-            for node in rows:
-                self.leaf(node)
-        for accumulator in arrays:
-            self.release(accumulator)
+            for node in nodes:
+                if isinstance(node, Store) and node in crossed:
+                    self.take_crossed(node)
+                else:
+                    self.leaf(node)
 
     @contextmanager
     def each_row(self, first: str, last: str) -> Iterator[None]:

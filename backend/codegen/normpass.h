@@ -180,6 +180,63 @@ inline void scatter(S* p, int64_t stride, Vectorized<T> value, L lanes) {
   each_lane<T>(lanes, [&](int i) { p[i * stride] = static_cast<S>(buffer[i]); });
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// Lane i of row j becomes lane j of row i.
+inline void transpose(__m512 (&row)[16]) {
+  __m512 other[16];
+  for (int i = 0; i < 16; i += 2) {  // pairs of rows, numbers taking turns
+    other[i] = _mm512_unpacklo_ps(row[i], row[i + 1]);
+    other[i + 1] = _mm512_unpackhi_ps(row[i], row[i + 1]);
+  }
+  const auto pairs = [](__m512 a, __m512 b, bool high) {
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(c, d) : _mm512_unpacklo_pd(c, d));
+  };
+  for (int i = 0; i < 16; i += 4)  // quarters of a register have four rows each
+    for (int k = 0; k < 4; ++k) row[i + k] = pairs(other[i + k / 2], other[i + 2 + k / 2], k % 2);
+  for (int i = 0; i < 16; i += 8)
+    for (int k = 0; k < 4; ++k) {
+      other[i + k] = _mm512_shuffle_f32x4(row[i + k], row[i + 4 + k], 0x88);
+      other[i + 4 + k] = _mm512_shuffle_f32x4(row[i + k], row[i + 4 + k], 0xdd);
+    }
+  for (int k = 0; k < 8; ++k) {
+    row[k] = _mm512_shuffle_f32x4(other[k], other[8 + k], 0x88);
+    row[8 + k] = _mm512_shuffle_f32x4(other[k], other[8 + k], 0xdd);
+  }
+}
+#endif
+
+// The same lanes of J rows that are neighbours in memory, where lanes are far apart: lane i of rows[j] is
+// p[i * stride + j]. A line of memory is read once for all rows that are in it.
+template <class T, int J, class S, class L>
+inline void load_rows(Vectorized<T> (&rows)[J], const S* p, int64_t stride, L lanes) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float> && J == 16 && is_all<L>) {
+    __m512 tile[16];
+    for (int i = 0; i < 16; ++i) tile[i] = load<float>(p + i * stride, All<float>());
+    transpose(tile);
+    for (int j = 0; j < 16; ++j) rows[j] = tile[j];
+    return;
+  }
+#endif
+  for (int j = 0; j < J; ++j) rows[j] = gather<T>(p + j, stride, lanes);
+}
+
+// The reverse: p[i * stride + j] = lane i of rows[j].
+template <class T, int J, class S, class L>
+inline void store_rows(S* p, int64_t stride, const Vectorized<T> (&rows)[J], L lanes) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float> && J == 16 && is_all<L>) {
+    __m512 tile[16];
+    for (int j = 0; j < 16; ++j) tile[j] = rows[j];
+    transpose(tile);
+    for (int i = 0; i < 16; ++i) store(p + i * stride, Vectorized<float>(tile[i]), All<float>());
+    return;
+  }
+#endif
+  for (int j = 0; j < J; ++j) scatter(p + j, stride, rows[j], lanes);
+}
+
 // Writes past the caches where the caller says that they could not hold the result anyway: the old
 // content of a line is then never read. Needs whole, aligned vectors; writes as usual otherwise.
 template <class T, class S, class L>
@@ -549,17 +606,20 @@ class Arrays {
   std::unique_ptr<T[]> data_;
 };
 
+// From so many elements on, what is combined of workers' arrays is divided among them.
+constexpr int64_t COMBINED_BY_ALL = 16 * 1024;
+
 // A reduction of many rows into arrays: each worker has one for the CASCADE rows at hand, one for its total, and
-// one for what the total has lost. Workers share a reduction (combine), or each has its own (begin, close).
+// one for what the total has lost. Each begins its own; workers share a reduction (combine), or each has its own
+// (close).
 template <class T, class R>
 class Partials : Arrays<T> {
  public:
-  // Also workers that get no share must add nothing.
-  Partials(int workers, int64_t size) : Arrays<T>(3 * workers, size), sharing_(workers) {
-    for (int worker = 0; worker < workers; ++worker) begin(worker);
-  }
+  Partials(int workers, int64_t size) : Arrays<T>(3 * workers, size), most_(workers) {}
   T* of(int worker) { return Arrays<T>::of(worker); }
+  // Also workers that get no share must add nothing.
   void begin(int worker) {
+    if (worker == 0) team_ = omp_get_num_threads();  // may be fewer than were asked for
     std::fill_n(of(worker), this->size_, R::template neutral<T>());
     std::fill_n(total(worker), this->size_, R::template neutral<T>());
     std::fill_n(lost(worker), this->size_, T(0));
@@ -571,8 +631,28 @@ class Partials : Arrays<T> {
   }
   // Adds a worker's rows at hand to its total and begins anew.
   void cascade(int worker) {
+    cascade(worker, {0, this->size_});
+    std::fill_n(of(worker), this->size_, R::template neutral<T>());
+  }
+  // The result: all workers' totals, in worker order for every element.
+  const T* combine() {
+    const bool all = this->size_ * team_ >= COMBINED_BY_ALL;
+#pragma omp parallel num_threads(all ? team_ : 1) if (all)
+    {
+      const Share mine = share(this->size_, omp_get_num_threads(), omp_get_thread_num(), 16);
+      for (int worker = 0; worker < team_; ++worker) cascade(worker, mine);
+      for (int worker = 1; worker < team_; ++worker)
+        each_vector<T, 1>(mine.begin, mine.end, [&](int64_t i, auto lanes, auto) {
+          add_to<R>(total(0) + i, load<T>(total(worker) + i, lanes), lanes);
+        });
+    }
+    return total(0);
+  }
+
+ private:
+  void cascade(int worker, Share some) {
     T *part = of(worker), *all = total(worker), *rest = lost(worker);
-    each_vector<T, 1>(0, this->size_, [&](int64_t i, auto lanes, auto) {
+    each_vector<T, 1>(some.begin, some.end, [&](int64_t i, auto lanes, auto) {
       auto sum = load<T>(all + i, lanes);
       const auto more = load<T>(part + i, lanes);
       if constexpr (std::is_same_v<R, Sum>) {
@@ -584,22 +664,10 @@ class Partials : Arrays<T> {
       }
       store(all + i, sum, lanes);
     });
-    std::fill_n(part, this->size_, R::template neutral<T>());
   }
-  // The result: all workers' totals, in worker order.
-  const T* combine() {
-    for (int worker = 0; worker < sharing_; ++worker) cascade(worker);
-    for (int worker = 1; worker < sharing_; ++worker)
-      each_vector<T, 1>(0, this->size_, [&](int64_t i, auto lanes, auto) {
-        add_to<R>(total(0) + i, load<T>(total(worker) + i, lanes), lanes);
-      });
-    return total(0);
-  }
-
- private:
-  T* total(int worker) { return of(sharing_ + worker); }
-  T* lost(int worker) { return of(2 * sharing_ + worker); }
-  int sharing_;
+  T* total(int worker) { return of(most_ + worker); }
+  T* lost(int worker) { return of(2 * most_ + worker); }
+  int most_, team_ = 1;
 };
 
 }  // namespace normpass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import sympy
 
 from normpass.backend.program.tree import Access, LoopAxis
-from normpass.passes.region import Buffer, Op, Output, Region, product
+from normpass.passes.region import REGROUP, Buffer, Op, Output, Region, product
 from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
@@ -127,22 +127,40 @@ def local_axes(region: Region) -> frozenset[str]:
     return frozenset(local)
 
 
-def choose_vector(axes: Sequence[LoopAxis], accesses: Mapping[str, Access]) -> str:
-    """The axis along which most elements are neighbours in memory."""
+def choose_vector(region: Region, axes: Sequence[LoopAxis], accesses: Mapping[str, Access]) -> str:
+    """The axis along which most elements are neighbours in memory. Where large tensors differ in
+    that, one whose sums are needed again, if there is such: they add up in registers then.
+    """
     hint = {axis.name: axis.hint for axis in axes}
     score = dict.fromkeys(hint, 0)
+    largest = max((_elements(access, hint) for access in accesses.values()), default=1)
+    of_large: set[str] = set()
     for access in accesses.values():
         for axis, stride in access.strides.items():
             if stride == 1:
-                score[axis] += product(hint[a] for a in access.strides)
-    return max(score, key=lambda axis: score[axis])
+                score[axis] += _elements(access, hint)
+                of_large |= {axis} if 2 * _elements(access, hint) > largest else set()
+    local = of_large & local_axes(region)
+    candidates = local if len(of_large) > 1 and local else hint
+    return max(candidates, key=lambda axis: score[axis])
+
+
+def has_crossed_rows(accesses: Mapping[str, Access], vector: str) -> bool:
+    """Whether some tensor has rows side by side and their elements far apart."""
+    return any(
+        vector in access.strides and access.strides[vector] != 1 and 1 in access.strides.values()
+        for access in accesses.values()
+    )
+
+
+def _elements(access: Access, hint: Mapping[str, int]) -> int:
+    return product(hint[axis] for axis in access.strides)
 
 
 def choose_order(
     region: Region,
     axes: Sequence[LoopAxis],
     accesses: Mapping[str, Access],
-    local: frozenset[str],
     vector: str,
     machine: Machine,
 ) -> tuple[LoopAxis, ...]:
@@ -152,6 +170,9 @@ def choose_order(
     Where the parallel axes alone are too little work for a machine, or are only the lanes, the
     local axes go outside: two phases over memory with partial results in between.
     """
+    local = local_axes(region)
+    if any(op.fn == REGROUP for op in region.ops):
+        local |= {vector}  # the lanes of whole groups stay inside of what their sums run over
     widest = max(accesses.values(), key=lambda access: len(access.strides))
 
     def stride(axis: LoopAxis) -> int:
@@ -163,7 +184,10 @@ def choose_order(
     inner = sorted((a for a in axes if a.name in local), key=stride, reverse=True)
     pieces = product(a.hint for a in outer if a.name != vector)
     only_lanes = [a.name for a in outer] == [vector]
-    if inner and (only_lanes or (pieces < machine.workers and inner[0].name != vector)):
+    if inner and only_lanes and machine.blocking and outer[0].hint > machine.blocking.narrow:
+        return (*inner, *outer)  # a row at a time
+    few = pieces < machine.workers and inner and inner[0].name != vector
+    if inner and (only_lanes or few or inner[0].outermost):
         return (inner[0], *outer, *inner[1:])
     return (*outer, *inner)
 

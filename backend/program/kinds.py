@@ -21,13 +21,16 @@ from normpass.backend.program.tree import (
     Loop,
     walk,
 )
+from normpass.passes.region import product
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from normpass.backend.program.tree import Kind, LoopAxis, Node, Plan
+    from normpass.backend.program.tree import Access, Kind, LoopAxis, Node, Plan
 
 PREFETCH_ROWS = 2
+# Bytes that are asked for during a pass and stay in a second-level cache until they are needed.
+NEARBY = 512 * 1024
 # So many rows are gone through before what was asked for would have come.
 FEW_ROWS = 64
 
@@ -44,12 +47,14 @@ def with_kinds(plan: Plan) -> Plan:
 @dataclass(frozen=True)
 class Around:
     """Where a loop stands. outer: the axis of the loop around it. divided: whether workers divide
-    it. rows: whether it is inside of rows that go together.
+    it. rows: whether it is inside of rows that go together. again: tensors that later loops beside
+    it or beside those around it read once more.
     """
 
     outer: LoopAxis | None = None
     divided: bool = False
     rows: bool = False
+    again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -117,15 +122,16 @@ class _Kinds:
     def loop(self, loop: Loop, around: Around, following: Following | None = None) -> Loop:
         kind = self.kind(loop, around)
         rows = around.rows or isinstance(kind, Jam | Abreast)
-        inside = Around(loop.axis, rows=rows)
         *_, last = [None, *(node for node in loop.body if isinstance(node, Loop))]
-        ahead = self.following(loop, around, kind)
-        body = [
-            self.loop(node, inside, ahead if node is last else None)
-            if isinstance(node, Loop)
-            else self.asking(node, following)
-            for node in loop.body
-        ]
+        ahead = self.following(loop, around, kind) or following
+        body: list[Node] = []
+        for k, node in enumerate(loop.body):
+            if isinstance(node, Loop):
+                again = around.again | _loaded(loop.body[k + 1 :]).keys()
+                inside = Around(loop.axis, rows=rows, again=again)
+                body.append(self.loop(node, inside, ahead if node is last else None))
+            else:
+                body.append(self.asking(node, following))
         return replace(loop, body=tuple(body), kind=kind)
 
     def kind(self, loop: Loop, around: Around) -> Kind | None:
@@ -154,17 +160,48 @@ class _Kinds:
         return Lanes(unrolled, unaligned_row(loop, self.plan))
 
     def following(self, loop: Loop, around: Around, kind: Kind | None) -> Following | None:
-        """What the last pass over a row should ask for: rows are read in a first pass and once more
-        from cache in a last one, which leaves memory idle.
+        """What the last pass of a loop's body should ask for: rows are read in a first pass and
+        once more from cache in a last one, which leaves memory idle. Also what the only pass over
+        short pieces should, if these lie apart: no machine guesses where the next one begins.
         """
-        passes = sum(isinstance(child, Loop) for child in loop.body)
-        if isinstance(kind, Jam) or passes < 2 or not is_row_loop(loop, self.plan.vector):
+        vector, axis = self.plan.vector, loop.axis
+        passes = [node for node in loop.body if isinstance(node, Loop)]
+        if isinstance(kind, Jam) or axis.name == vector or not passes:
             return None
-        distance = None if isinstance(kind, Abreast) else PREFETCH_ROWS
-        return Following(loop.axis, around.outer, distance)
+        if is_row_loop(loop, vector):
+            if len(passes) > 1:
+                distance = None if isinstance(kind, Abreast) else PREFETCH_ROWS
+                return Following(axis, around.outer, distance)
+            return Following(axis, around.outer, 1) if self.lies_apart(loop, around) else None
+        nearby = self.bytes(passes[-1]) <= NEARBY
+        return Following(axis, None, 1) if len(passes) > 1 and nearby else None
+
+    def lies_apart(self, loop: Loop, around: Around) -> bool:
+        """Whether the rows of a loop are pieces that lie apart, and are not read again soon."""
+        length = self.plan.axis[self.plan.vector].extent
+        loaded = _loaded(loop.body)
+        return around.again.isdisjoint(loaded) and any(
+            sympy.expand(access.strides[loop.axis.name] - length) != 0
+            for access in loaded.values()
+            if access.strides.get(self.plan.vector) == 1 and loop.axis.name in access.strides
+        )
+
+    def bytes(self, loop: Loop) -> int:
+        """What a loop reads, with those around it standing still."""
+        inside = {node.axis.name for node in walk(loop) if isinstance(node, Loop)}
+        return sum(
+            product(self.plan.axis[axis].hint for axis in inside & access.strides.keys())
+            * access.buffer.dtype.itemsize
+            for access in _loaded([loop]).values()
+        )
 
     def asking(self, node: Node, following: Following | None) -> Node:
         """A leaf of a loop over lanes; what it loads along them is asked for ahead of time."""
         if following and isinstance(node, Load) and node.access.strides.get(self.plan.vector) == 1:
             return replace(node, ahead=following.ahead(node.access.strides))
         return node
+
+
+def _loaded(nodes: Sequence[Node]) -> dict[str, Access]:
+    """What is loaded in some nodes, by name."""
+    return {n.access.buffer.name: n.access for n in walk(*nodes) if isinstance(n, Load)}

@@ -18,15 +18,18 @@ from normpass.backend.program.axes import (
     local_axes,
     split_reductions,
 )
+from normpass.backend.program.blocks import column_blocks, in_blocks, row_blocks
 from normpass.backend.program.kinds import with_kinds
 from normpass.backend.program.launches import with_launches
 from normpass.backend.program.machine import CPU, Machine
+from normpass.backend.program.nests import with_nests
 from normpass.backend.program.regroup import regroup
 from normpass.backend.program.rows import with_rows_together
 from normpass.backend.program.schedule import Scheduler
 from normpass.backend.program.sums import with_sums
 from normpass.backend.program.tiles import with_blocks
 from normpass.backend.program.tree import LoopAxis, Plan
+from normpass.backend.program.variances import variances_in_blocks
 from normpass.backend.program.verify import verified
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     """
     plan = verified(placed(region, machine), "placing")
     if machine.has_vectors:
+        plan = verified(with_nests(plan), "nests")
         plan = verified(with_rows_together(plan), "rows")
         plan = verified(with_sums(plan), "sums")
         plan = verified(with_kinds(plan), "kinds")
@@ -55,15 +59,18 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
 def placed(region: Region, machine: Machine) -> Plan:
     """The loops of a region in one order, with every value in its place."""
     region, axes, accesses, numel = coalesce(region)
-    vector = choose_vector(axes, accesses)
+    vector = choose_vector(region, axes, accesses)
     small: tuple[LoopAxis, ...] = ()
-    if machine.regroups and (found := regroup(region, axes, accesses, vector)):
-        region, axes, accesses, vector = found.region, found.axes, found.accesses, found.vector
-        small = found.small
+    if machine.regroups and (grouped := regroup(region, axes, accesses, vector)):
+        region, axes, vector = grouped.region, grouped.axes, grouped.vector
+        accesses, small = grouped.accesses, grouped.small
+    if size := row_blocks(region, axes, accesses, vector, machine):
+        region, axes, accesses = in_blocks(region, axes, accesses, vector, size, outermost=True)
+    if found := column_blocks(region, axes, accesses, vector, machine):
+        region, axes, accesses = in_blocks(region, axes, accesses, *found)
+    region, axes, accesses = variances_in_blocks(region, axes, accesses, vector, machine)
     local = local_axes(region)
-    # The lanes of whole groups stay inside of what their sums run over.
-    inner = local | {vector} if small else local
-    order = (*choose_order(region, axes, accesses, inner, vector, machine), *small)
+    order = (*choose_order(region, axes, accesses, vector, machine), *small)
     region = split_reductions(region, order)
     body = Scheduler(region, order, accesses, machine, vector, local).plan()
     return Plan(region, order, vector, local, body, numel)

@@ -73,6 +73,8 @@ def _rows_together(plan: Plan) -> Together | None:
     if plan.vector not in plan.local or len({loop.axis.name for loop in loops}) != 1:
         return None
     axis = loops[0].axis
+    if any(_is_crossed(loop, plan) for loop in loops) and axis.name not in plan.local:
+        return Together(axis.name, Jam(MOST_LANES))
     arrays = [
         node.accumulator.axes
         for loop in plan.body
@@ -106,6 +108,18 @@ def is_row_loop(node: Loop, vector: str) -> bool:
     """Whether a loop has loops over lanes in it, and no others."""
     inside = {child.axis.name for child in node.body if isinstance(child, Loop)}
     return node.axis.name != vector and inside == {vector}
+
+
+def _is_crossed(rows: Loop, plan: Plan) -> bool:
+    """Whether a tensor has the rows of a loop side by side and their elements far apart: a line of
+    memory has elements of as many rows as a vector has lanes.
+    """
+    return any(
+        node.access.strides.get(rows.axis.name) == 1
+        and node.access.strides.get(plan.vector, 1) != 1
+        for node in walk(rows)
+        if isinstance(node, Load | Store)
+    )
 
 
 def _may_go_abreast(plan: Plan, rows: Loop) -> bool:

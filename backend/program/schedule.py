@@ -56,7 +56,7 @@ class Scheduler(Arrays):
     def body(self, depth: int, effects: list[Effect], known: frozenset[str]) -> list[Node]:
         """The nodes of the body that `depth` open loops enclose."""
         values = self.closure([effect.value for effect in effects], known)
-        ready = self.phases(depth, values)
+        ready = self.phases(depth, values, self.delays(depth, values, effects))
         closing = [
             self.accumulator(op)
             for value in values
@@ -112,7 +112,11 @@ class Scheduler(Arrays):
             and self.closes(effect.node.accumulator.op) < depth < self.level(effect.axes)
             for _, effect in todo
         ]
-        final = [e.value for (p, e), w in zip(todo, waits, strict=True) if p == last and not w]
+        final = [
+            effect.value
+            for (phase, effect), wait in zip(todo, waits, strict=True)
+            if phase == last and not wait and self.level(effect.axes) > depth
+        ]
         read = set(self.closure(final, known))
         return [
             (last, e) if w and self.needs_only(e.value, read, known) else (p, e)
@@ -138,15 +142,56 @@ class Scheduler(Arrays):
         if isinstance(node, Keep) and self.inside(node.axes, depth) == node.axes:
             self.arrays[node.value] = Recall(node.value, node.axes, node.shared)
 
-    def phases(self, depth: int, values: Sequence[str]) -> dict[str, int]:
-        """The first phase of this body in whose loops each value can be used."""
+    def delays(
+        self, depth: int, values: Sequence[str], effects: Sequence[Effect]
+    ) -> dict[str, int]:
+        """The phases of sums that could be added up earlier, in loops of their own, and wait for
+        another sum that reads all that they read: nothing comes later for it, and memory is gone
+        over once less.
+        """
+        delays: dict[str, int] = {}
+        ready = self.phases(depth, values, delays)
+        reads = {
+            value: self.read_for(value, depth, values)
+            for value in values
+            if (op := self.region.producer.get(value)) and op.is_reduction
+            if value not in self.arrays and self.closes(op) == depth
+        }
+        for value, mine in reads.items():
+            latest = max(ready[other] for other, read in reads.items() if mine <= read)
+            beside = (r for o, r in reads.items() if o != value and ready[o] == ready[value])
+            if not mine or latest == ready[value] or any(mine & read for read in beside):
+                continue
+            later = self.phases(depth, values, {**delays, value: latest - 1})
+            if all(later[effect.value] <= max(ready.values()) for effect in effects):
+                delays[value] = latest - 1
+                ready = later
+        return delays
+
+    def read_for(self, value: str, depth: int, values: Sequence[str]) -> set[str]:
+        """The tensors that the loops for a sum read, besides what stands in the body itself; none
+        if they add up sums of their own.
+        """
+        known = frozenset(each for each in values if self.computed_here(each, depth))
+        needed = self.closure(self.operands(value), known)
+        ops = [self.region.producer[each] for each in needed if each in self.region.producer]
+        if any(op.is_reduction for op in ops):
+            return set()
+        return {each for each in needed if each in self.inputs}
+
+    def phases(
+        self, depth: int, values: Sequence[str], delays: Mapping[str, int]
+    ) -> dict[str, int]:
+        """The first phase of this body in whose loops each value can be used. delays: the first
+        phases in which sums are added up.
+        """
         ready: dict[str, int] = {}
         for value in values:
             phase = max((ready.get(arg, 0) for arg in self.operands(value)), default=0)
             if value in self.arrays:
                 phase = 0
             elif (op := self.region.producer.get(value)) and op.is_reduction:
-                phase += self.closes(op) == depth
+                phase = max(phase, delays.get(value, 0)) + (self.closes(op) == depth)
             elif op and op.fn == REGROUP:
                 (source,) = self.operands(value) or (None,)
                 if source and not self.computed_here(source, depth):

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoopAxis:
-    """An axis of the plan: one of the region's, or several of them that are one in memory."""
+    """An axis of the plan: one of the region's, or several of them that are one in memory, or its
+    blocks. outermost: whether workers are to divide it although sums run over it.
+    """
 
     name: str
     extent: sympy.Expr
     parts: tuple[str, ...]
+    outermost: bool = False
 
     @property
     def hint(self) -> int:

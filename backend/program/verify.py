@@ -79,6 +79,8 @@ class _Reader:
         self.stored: Counter[str] = Counter()
 
     def read(self) -> None:
+        names = [axis.name for axis in self.plan.axes]
+        self.expect(len(set(names)) == len(names), "axes of different names", f"{names}")
         if self.plan.launches:
             for launch in self.plan.launches:
                 self.expect(

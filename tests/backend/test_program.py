@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from snapshots import assert_snapshot
 
 from normpass.backend.program.listing import listing
-from normpass.backend.program.machine import CPU, GPU, Machine
+from normpass.backend.program.machine import CPU, GPU, Blocking, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import (
     Accumulate,
@@ -166,11 +166,23 @@ def test_what_is_found_says_where() -> None:
 # ---- a dialect of a page
 
 
+SMALL_BLOCKS = Blocking(
+    long_row=4,
+    row_bytes=8,
+    row_block=(2, 3),
+    narrow=0,
+    column_block=(2, 3),
+    variance=8,
+    variance_block=64,
+    least=2,
+)
 MACHINES = {
     "arrays of exponentials": Machine(workers=1, kept=64 * 1024),
     "groups in lanes": Machine(workers=8, kept=64, regroups=True),
     "sums added up last": Machine(workers=1, kept=0, partial=0),
     "as on CPUs": CPU,
+    "blocks everywhere": replace(CPU, blocking=SMALL_BLOCKS),
+    "narrow blocks": replace(CPU, workers=2, blocking=replace(SMALL_BLOCKS, narrow=100)),
 }
 
 

@@ -1,0 +1,352 @@
+"""Axes in blocks: few long rows for all workers, variances in one sweep, few channels in registers;
+and rows that lie side by side, a line of memory at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy_dialect
+import pytest
+import sympy
+import torch
+from snapshots import assert_snapshot
+
+from normpass.backend.codegen.cpp import generate
+from normpass.backend.program.blocks import block_size
+from normpass.backend.program.listing import listing
+from normpass.backend.program.machine import CPU, GPU, Blocking
+from normpass.backend.program.plan import make_plan
+from normpass.backend.program.tree import Jam, Loop
+from normpass.backend.run import toolchain
+from normpass.passes.region import parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from normpass.backend.program.machine import Machine
+    from normpass.backend.program.tree import Plan
+    from normpass.passes.region import Buffer
+
+FORWARD = """\
+region {name}
+axes    {axes}
+input   x: {dtype}[{dims}]{strides}
+sum     = sum[{reduced}](x)
+mean    = div(sum, {count})
+sub     = sub(x, mean)
+square  = mul(sub, sub)
+total   = sum[{reduced}](square)
+var     = div(total, {count})
+add     = add(var, 1e-05)
+rstd    = rsqrt(add)
+y       = mul(sub, rstd)
+output  y0: f32[{dims}]{written} = y
+output  y1: f32[{kept}] = mean
+output  y2: f32[{kept}] = rstd
+"""
+BACKWARD = """\
+region layer_norm_backward
+axes    r={r} c={c}
+input   x: {dtype}[r c]
+input   g: {dtype}[r c]
+input   mean: f32[r 1]
+input   rstd: f32[r 1]
+input   w: f32[c]
+sub     = sub(x, mean)
+hat     = mul(sub, rstd)
+gw      = mul(g, w)
+product = mul(gw, hat)
+sum     = sum[c](gw)
+sum_1   = sum[c](product)
+a       = div(sum, {c}.0)
+b       = div(sum_1, {c}.0)
+hat_b   = mul(hat, b)
+less    = sub(gw, a)
+less_1  = sub(less, hat_b)
+dx      = mul(less_1, rstd)
+gh      = mul(g, hat)
+dw      = sum[r](gh)
+db      = sum[r](g)
+output  y0: {dtype}[r c] = dx
+output  y1: f32[c] = dw
+output  y2: f32[c] = db
+"""
+KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
+
+
+def forward(
+    axes: dict[str, int],
+    dims: str,
+    reduced: str,
+    dtype: str = "f32",
+    strides: str = "",
+    written: str = "",
+) -> str:
+    """A norm's forward over some axes of x."""
+    count = 1.0
+    for axis in reduced.split():
+        count *= axes[axis]
+    return FORWARD.format(
+        name="norm",
+        axes=" ".join(f"{name}={extent}" for name, extent in axes.items()),
+        dims=dims,
+        reduced=reduced,
+        count=count,
+        kept=" ".join(axis for axis in dims.split() if axis not in reduced.split()),
+        dtype=dtype,
+        strides=strides,
+        written=written,
+    )
+
+
+def strided(buffer: Buffer, extents: dict[str, int]) -> Tensor:
+    region = parse(forward({"r": 1}, "r", "r"))
+    return torch.empty_strided(
+        region.shape(buffer, extents), region.strides(buffer, extents), dtype=buffer.dtype
+    )
+
+
+def launched(text: str, inputs: list[Tensor], workers: int, machine: Machine = CPU) -> list[Tensor]:
+    """What a region's kernel computes with so many workers, whatever this machine has."""
+    region = parse(text)
+    outputs = [strided(output.buffer, region.extents(())) for output in region.outputs]
+    for output in outputs:
+        output.fill_(torch.nan)
+    library = toolchain.load(generate(make_plan(region, machine)))
+    pointers = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
+    library.kernel((ctypes.c_void_p * len(pointers))(*pointers), None, workers, ctypes.c_bool(True))
+    return outputs
+
+
+def is_right(
+    text: str, reduced: tuple[int, ...], workers: int, machine: Machine = CPU, mean: float = 0.5
+) -> None:
+    """A forward's results against float64; statistics are rounded at most twice as much as by
+    PyTorch's own of float32.
+    """
+    region = parse(text)
+    x = strided(region.inputs[0], region.extents(()))
+    x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) * 2 + mean)
+    y, found, rstd = launched(text, [x], workers, machine)
+    var, want = torch.var_mean(x.double(), reduced, correction=0, keepdim=True)
+    right = (var + 1e-5).rsqrt()
+    torch.testing.assert_close(found.double(), want.reshape(found.shape), rtol=5e-7, atol=1e-6)
+    torch.testing.assert_close(rstd.double(), right.reshape(rstd.shape), rtol=5e-7, atol=0)
+    # y is as far off as its mean, in units of deviations, and as x less the mean loses of digits.
+    lost = 4e-7 * (1 + abs(mean))
+    torch.testing.assert_close(y.double(), (x.double() - want) * right, rtol=1e-6, atol=lost)
+
+
+def axes_of(plan: Plan) -> list[str]:
+    return [axis.name for axis in plan.axes]
+
+
+def has_parts(text: str) -> bool:
+    """Whether variances are made of those of blocks."""
+    return any(op.name.endswith("_lost") for op in make_plan(parse(text)).region.ops)
+
+
+# ---- programs
+
+
+def test_snapshots() -> None:
+    """What is in blocks is gone over twice there; rows side by side are 16 at a time."""
+    texts = {
+        "long_rows": BACKWARD.format(**LONG, dtype="f32"),
+        "variance_channels_last": CASES["channels last"][0],
+        "variance_few_channels_last": CASES["few channels last"][0],
+        "variance_channels_first": CASES["channels first"][0],
+        "rows_side_by_side": crossed("f32"),
+    }
+    for name, text in texts.items():
+        assert_snapshot(f"programs/{name}.txt", listing(make_plan(parse(text))))
+
+
+# ---- extents
+
+
+@pytest.mark.parametrize(
+    ("extent", "limits", "size"),
+    [(4096, (32, 512), 512), (50176, (32, 300), 256), (1009, (2, 512), None), (7, (2, 512), 7)],
+)
+def test_blocks_divide_an_extent(extent: int, limits: tuple[int, int], size: int | None) -> None:
+    assert block_size(sympy.Integer(extent), *limits) == size
+
+
+def test_what_is_not_known_is_not_in_blocks() -> None:
+    assert block_size(sympy.Symbol("n"), 1, 512) is None
+
+
+# ---- few long rows
+
+
+LONG = {"r": 3, "c": 65536}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 64])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_few_long_rows_are_divided_among_workers(dtype: str, workers: int) -> None:
+    text = BACKWARD.format(**LONG, dtype=dtype)
+    plan = make_plan(parse(text))
+    assert axes_of(plan) == ["c_block", "r", "c"]
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(3, 65536, generator=generator).to(KINDS[dtype]) for _ in range(2))
+    mean, rstd = torch.randn(3, 1), torch.rand(3, 1) + 0.5
+    w = torch.randn(65536, generator=generator)
+    dx, dw, db = launched(text, [x, g, mean, rstd, w], workers)
+    hat = (x.double() - mean) * rstd
+    gw = g.double() * w
+    want = rstd * (gw - gw.mean(1, keepdim=True) - hat * (gw * hat).mean(1, keepdim=True))
+    tolerance = {"f32": 2e-6, "bf16": 2**-7}[dtype]
+    torch.testing.assert_close(dx.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dw.double(), (g.double() * hat).sum(0), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(db.double(), g.double().sum(0), rtol=1e-6, atol=2e-6)
+
+
+def test_a_gradient_of_long_rows_is_complete_block_by_block() -> None:
+    """No worker has an array as long as a row, and none of it is combined."""
+    plan = make_plan(parse(BACKWARD.format(**LONG, dtype="f32")))
+    text = generate(plan)
+    assert "parts_dw_by_c(workers, 2048)" in text
+    assert "parts_dw_by_c.combine()" not in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "first"),
+    [(4096, 1024, "r"), (64, 65536, "r"), (64, 262144, "c_block"), (3, 4096, "r"), (2, 65537, "r")],
+)
+def test_other_rows_stay_whole(rows: int, columns: int, first: str) -> None:
+    """Many rows fill the machine, short ones are little work, and a prime has no blocks."""
+    assert axes_of(make_plan(parse(BACKWARD.format(r=rows, c=columns, dtype="f32"))))[0] == first
+
+
+def test_the_results_do_not_depend_on_when() -> None:
+    text = BACKWARD.format(**LONG, dtype="f32")
+    inputs = [torch.randn(3, 65536) for _ in range(2)]
+    inputs += [torch.randn(3, 1), torch.rand(3, 1), torch.randn(65536)]
+    first, again = launched(text, inputs, 3), launched(text, inputs, 3)
+    assert all(map(torch.equal, first, again))
+
+
+# ---- variances
+
+
+CASES = {
+    "few long rows": (forward({"r": 3, "c": 262144}, "r c", "c"), (1,)),
+    "many long rows": (forward({"r": 16, "c": 262144}, "r c", "c"), (1,)),
+    "channels last": (forward({"n": 12544, "c": 64}, "n c", "n"), (0,)),
+    "few channels last": (forward({"n": 100352, "c": 5}, "n c", "n"), (0,)),
+    "channels first": (forward({"n": 8, "c": 16, "s": 50176}, "n c s", "n s"), (0, 2)),
+    "short images": (forward({"n": 8192, "c": 16, "s": 49}, "n c s", "n s"), (0, 2)),
+    "of each image": (forward({"n": 2, "s": 36864, "c": 32}, "n s c", "s"), (1,)),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 64])
+@pytest.mark.parametrize("name", CASES)
+def test_variances_in_blocks(name: str, workers: int) -> None:
+    text, reduced = CASES[name]
+    assert has_parts(text)
+    is_right(text, reduced, workers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_variances_of_what_is_far_from_zero(name: str) -> None:
+    """A sum of squares less the square of the mean would have no digit left."""
+    is_right(*CASES[name], workers=2, mean=3000.0)
+
+
+def test_what_stays_in_cache_has_its_variance_of_the_whole() -> None:
+    rows = forward({"r": 4096, "c": 1024}, "r c", "c")
+    assert axes_of(make_plan(parse(rows))) == ["r", "c"]
+    assert not has_parts(rows)
+
+
+def test_gpus_have_no_blocks() -> None:
+    text, _ = CASES["channels last"]
+    assert axes_of(make_plan(parse(text), GPU)) == ["n", "c"]
+
+
+SMALL = Blocking(
+    long_row=4,
+    row_bytes=8,
+    row_block=(2, 4),
+    narrow=3,
+    column_block=(2, 4),
+    variance=8,
+    variance_block=256,
+    least=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reduced"),
+    [
+        (forward({"r": 3, "c": 24}, "r c", "c", "f64"), (1,)),
+        (forward({"n": 24, "c": 6}, "n c", "n", "f64"), (0,)),
+        (forward({"n": 24, "c": 3}, "n c", "n", "f64"), (0,)),
+        (forward({"n": 6, "c": 5, "s": 300}, "n c s", "n s", "f64"), (0, 2)),
+        (forward({"n": 2, "s": 12, "c": 5}, "n s c", "s", "f64"), (1,)),
+    ],
+)
+def test_loops_of_numpy(text: str, reduced: tuple[int, ...]) -> None:
+    """The same programs printed in another dialect, with blocks of a few elements."""
+    region, machine = parse(text), replace(CPU, workers=2, blocking=SMALL)
+    assert any(axis.endswith("block") for axis in axes_of(make_plan(region, machine)))
+    x = torch.randn(*region.shape(region.inputs[0], region.extents(())), dtype=torch.float64)
+    y, mean, rstd = numpy_dialect.run(region, machine, [x], ())
+    var, want = torch.var_mean(x, reduced, correction=0, keepdim=True)
+    right = (var + 1e-5).rsqrt()
+    torch.testing.assert_close(y.double(), (x - want) * right, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mean.double(), want.reshape(mean.shape), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rstd.double(), right.reshape(rstd.shape), rtol=1e-6, atol=0)
+
+
+# ---- rows side by side
+
+
+def crossed(dtype: str, c: int = 48, s: int = 40) -> str:
+    """Layer norm of an image's pixels: channels are far apart in x, side by side in y."""
+    axes = {"n": 3, "s": s, "c": c}
+    return forward(axes, "n s c", "c", dtype, strides=f" ({c * s}, 1, {s})")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 64])
+@pytest.mark.parametrize(("c", "s"), [(48, 40), (16, 16), (33, 17), (5, 100), (100, 5)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f64"])
+def test_rows_side_by_side_go_together(dtype: str, c: int, s: int, workers: int) -> None:
+    text = crossed(dtype, c, s)
+    plan = make_plan(parse(text))
+    assert plan.together is not None
+    assert plan.together.kind == Jam(16)
+    assert plan.vector == "c"
+    is_right(text, (2,), workers)
+
+
+@pytest.mark.parametrize(("c", "s"), [(48, 40), (33, 17)])
+def test_rows_side_by_side_are_written_so(c: int, s: int) -> None:
+    axes = {"n": 3, "s": s, "c": c}
+    text = forward(axes, "n s c", "c", written=f" ({c * s}, 1, {s})")
+    assert "store_rows" in generate(make_plan(parse(text)))
+    is_right(text, (2,), workers=2)
+
+
+def test_a_line_is_read_for_all_rows_in_it() -> None:
+    text = generate(make_plan(parse(crossed("f32"))))
+    assert text.count("load_rows<scalar>(x, p_x + n * 1920 + s0 + c * 40, 40, lanes);") == 3
+    assert "gather" not in text
+
+
+# ---- the order of loops that are divided together
+
+
+def test_divided_loops_go_in_the_order_of_memory() -> None:
+    """Sums over the pixels of two images are of all pixels at once; a worker reads one image."""
+    plan = make_plan(parse(forward({"n": 2, "s": 512, "c": 64}, "n s c", "s", "bf16")))
+    assert axes_of(plan) == ["s", "n", "c"]
+    nests = [node for node in plan.body if isinstance(node, Loop) and node.parallel]
+    assert {nest.axis.name for nest in nests} == {"n"}
+    assert "for n, divided among workers\n    for s, divided among workers" in listing(plan)
