@@ -6,6 +6,7 @@ traffic formula needs. A case is a norm at a shape, in a dtype, in a phase.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,13 +43,17 @@ class Extents(NamedTuple):
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm to measure: module, oracle, and the shapes that its figures are given for."""
+    """A norm to measure: module, oracle, and the shapes that its figures are given for.
+
+    channels_last: whether x lies in that memory format; dy is as y lies.
+    """
 
     name: str
     module: Callable[[Shape], nn.Module]
     reference: Callable[..., Tensor]
     extents: Callable[[Shape], Extents]
     shapes: tuple[Shape, ...]
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,14 @@ class Case:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(0.5 * noise(tuple(parameter.shape)))
-        x = (2 * noise(self.shape) + 0.5).to(device, dtype).requires_grad_()
-        dy = noise(self.shape).to(device, dtype)
-        return module.to(device, dtype), x, dy
+        module = module.to(device, dtype)
+        x = (2 * noise(self.shape) + 0.5).to(device, dtype)
+        if self.norm.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.no_grad():
+            y = copy.deepcopy(module)(x)  # which counts a batch
+        dy = torch.empty_like(y).copy_(noise(tuple(y.shape)))
+        return module, x.requires_grad_(), dy
 
     def bytes_least(self) -> int:
         """The least traffic of the phase: every tensor read or written once."""
@@ -163,6 +173,51 @@ def batch_norm_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return standardized(x, dims) * weight.reshape(scale) + bias.reshape(scale)
 
 
+def instance_norm_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """y = standardized over the pixels of each example's channel, then per channel"""
+    return standardized(x, [2, 3]) * weight.reshape(-1, 1, 1) + bias.reshape(-1, 1, 1)
+
+
+def image_norm_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """y = standardized over all of each example, then per element"""
+    return standardized(x, [1, 2, 3]) * weight + bias
+
+
+def token_norm_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """y = layer norm of the channels of each pixel: n c h w -> n (h w) c"""
+    return layer_norm_reference(x.flatten(2).transpose(1, 2), weight, bias)
+
+
+def modulated_norm_reference(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """y = standardized_d(x) * (1 + scale) + shift, with a scale and a shift for each example"""
+    return standardized(x, [-1]) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class TokenNorm(nn.LayerNorm):
+    """Layer norm of an image's pixels, as vision transformers make tokens: n c h w -> n (h w) c."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the channels."""
+        return super().forward(x.flatten(2).transpose(1, 2))
+
+
+class ModulatedNorm(nn.Module):
+    """Layer norm scaled and shifted by numbers of each example, as in diffusion transformers.
+
+    x: n t d, scale and shift: n d -> y: n t d.
+    """
+
+    def __init__(self, examples: int, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(examples, width))
+        self.shift = nn.Parameter(torch.zeros(examples, width))
+        self.norm = nn.LayerNorm(width, eps=EPS, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last axis."""
+        return self.norm(x) * (1 + self.scale.unsqueeze(1)) + self.shift.unsqueeze(1)
+
+
 def softmax_reference(x: Tensor) -> Tensor:
     """y = exp(x - max_d(x)) / sum_d(exp(x - max_d(x)))"""
     shifted = (x - x.detach().amax(-1, keepdim=True)).exp()
@@ -186,6 +241,22 @@ def _groups(shape: Shape) -> Extents:
 
 def _channels(shape: Shape) -> Extents:
     return Extents(math.prod(shape), shape[1], 2, shape[1])
+
+
+def _instances(shape: Shape) -> Extents:
+    return Extents(math.prod(shape), shape[0] * shape[1], 2, shape[1])
+
+
+def _examples(shape: Shape) -> Extents:
+    return Extents(math.prod(shape), shape[0], 2, math.prod(shape[1:]))
+
+
+def _pixels(shape: Shape) -> Extents:
+    return Extents(math.prod(shape), math.prod(shape) // shape[1], 2, shape[1])
+
+
+def _modulated(shape: Shape) -> Extents:
+    return Extents(math.prod(shape), math.prod(shape[:-1]), 2, shape[0] * shape[-1])
 
 
 ROWS: tuple[Shape, ...] = (
@@ -249,6 +320,58 @@ NORMS = {
             batch_norm_reference,
             _channels,
             ((16, 64, 56, 56),),
+        ),
+        Norm(
+            "group_norm_channels_last",
+            lambda shape: nn.GroupNorm(GROUPS, shape[1], eps=EPS),
+            group_norm_reference,
+            _groups,
+            ((4, 320, 64, 64), (2, 128, 256, 256)),
+            channels_last=True,
+        ),
+        Norm(
+            "batch_norm_channels_last",
+            lambda shape: nn.BatchNorm2d(shape[1], eps=EPS),
+            batch_norm_reference,
+            _channels,
+            ((16, 64, 56, 56), (8, 16, 224, 224)),
+            channels_last=True,
+        ),
+        Norm(
+            "instance_norm",
+            lambda shape: nn.InstanceNorm2d(shape[1], eps=EPS, affine=True),
+            instance_norm_reference,
+            _instances,
+            ((16, 64, 56, 56), (2, 32, 384, 384)),
+        ),
+        Norm(
+            "instance_norm_channels_last",
+            lambda shape: nn.InstanceNorm2d(shape[1], eps=EPS, affine=True),
+            instance_norm_reference,
+            _instances,
+            ((16, 64, 56, 56), (2, 32, 384, 384)),
+            channels_last=True,
+        ),
+        Norm(
+            "layer_norm_of_images",
+            lambda shape: nn.LayerNorm(shape[1:], eps=EPS),
+            image_norm_reference,
+            _examples,
+            ((16, 64, 56, 56), (4, 16, 256, 256)),
+        ),
+        Norm(
+            "layer_norm_of_pixels",
+            lambda shape: TokenNorm(shape[1], eps=EPS),
+            token_norm_reference,
+            _pixels,
+            ((32, 768, 14, 14), (8, 96, 56, 56)),
+        ),
+        Norm(
+            "modulated_norm",
+            lambda shape: ModulatedNorm(shape[0], shape[-1]),
+            modulated_norm_reference,
+            _modulated,
+            ((2, 1024, 1152), (16, 256, 1152), (64, 197, 768)),
         ),
         Norm(
             "softmax",

@@ -208,8 +208,8 @@ def measure(case: Case, device: str, repeats: int, variants: Sequence[str] = VAR
             else:
                 steps[name] = variant.step
     result.counters = dict(counters["normpass"])
-    x, dy = variant.x.detach(), variant.dy
-    times = interleave({**steps, "add": lambda: torch.add(x, dy)}, repeats, device)
+    x, other = variant.x.detach(), torch.randn_like(variant.x)
+    times = interleave({**steps, "add": lambda: torch.add(x, other)}, repeats, device)
     result.add = times.pop("add")
     result.timings = times
     return result

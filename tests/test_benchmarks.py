@@ -36,7 +36,14 @@ TINY = {
     "rms_norm_by_hand": (6, 16),
     "layer_norm_small": (6, 16),
     "group_norm": (2, 64, 3, 3),
+    "group_norm_channels_last": (2, 64, 3, 3),
     "batch_norm": (4, 5, 3, 3),
+    "batch_norm_channels_last": (4, 5, 3, 3),
+    "instance_norm": (4, 5, 3, 3),
+    "instance_norm_channels_last": (4, 5, 3, 3),
+    "layer_norm_of_images": (4, 5, 3, 3),
+    "layer_norm_of_pixels": (4, 16, 3, 3),
+    "modulated_norm": (3, 6, 16),
     "softmax": (6, 16),
 }
 
@@ -56,6 +63,23 @@ def test_least_traffic_is_the_formula() -> None:
 def test_rows_of_group_and_batch_norm_are_their_statistics() -> None:
     assert NORMS["group_norm"].extents((8, 256, 32, 32)) == (8 * 256 * 1024, 8 * 32, 2, 256)
     assert NORMS["batch_norm"].extents((16, 64, 56, 56)) == (16 * 64 * 56 * 56, 64, 2, 64)
+
+
+def test_rows_of_other_norms_are_their_statistics() -> None:
+    elements = 8 * 16 * 28 * 28
+    shape = (8, 16, 28, 28)
+    assert NORMS["instance_norm"].extents(shape) == (elements, 8 * 16, 2, 16)
+    assert NORMS["layer_norm_of_images"].extents(shape) == (elements, 8, 2, 16 * 28 * 28)
+    assert NORMS["layer_norm_of_pixels"].extents(shape) == (elements, 8 * 28 * 28, 2, 16)
+    assert NORMS["modulated_norm"].extents((4, 7, 9)) == (4 * 7 * 9, 4 * 7, 2, 4 * 9)
+
+
+def test_gradients_come_as_results_lie() -> None:
+    for name, last in (("batch_norm_channels_last", True), ("instance_norm_channels_last", False)):
+        module, x, dy = Case(NORMS[name], (4, 5, 3, 3), "float32", "backward").build("cpu")
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        assert dy.is_contiguous(memory_format=torch.channels_last) is last
+        assert dy.stride() == module(x).stride()
 
 
 def test_geometric_mean() -> None:

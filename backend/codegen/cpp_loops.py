@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+# Rows that are left of many that go together, at a time.
+FEWER = 4
+
+
 class LoopPrinter(LeafPrinter):
     """Prints loops, with all that is in them."""
 
@@ -202,7 +206,7 @@ class LoopPrinter(LeafPrinter):
     # -- rows that go together
 
     def jam_loop(self, node: Loop, count: int, begin: str, end: str, sums: Sequence[str]) -> None:
-        """Several rows at a time, then one at a time, through the same body."""
+        """Several rows at a time, then fewer, then one at a time, through the same body."""
         name = node.axis.name
         self.together_now = True
         with self.block(f"const auto rows = [&]<int J>(int64_t {name}0)", "};"):
@@ -211,8 +215,9 @@ class LoopPrinter(LeafPrinter):
             self.added(node, "J")
         self.together_now = False
         self.line(f"int64_t {name}0 = {begin};")
-        self.line(f"for (; {name}0 + {count} <= {end}; {name}0 += {count})")
-        self.line(f"  rows.template operator()<{count}>({name}0);")
+        for some in (count, FEWER) if count > FEWER else (count,):
+            self.line(f"for (; {name}0 + {some} <= {end}; {name}0 += {some})")
+            self.line(f"  rows.template operator()<{some}>({name}0);")
         self.line(f"for (; {name}0 < {end}; ++{name}0) rows.template operator()<1>({name}0);")
 
     def abreast_loop(self, node: Loop, begin: str, end: str, sums: Sequence[str]) -> None:
