@@ -15,7 +15,8 @@ from normpass.backend.program.plan import make_plan
 from normpass.backend.run.runtime import Kernel
 from normpass.passes.region import parse
 
-# What stands beside whole vectors: half precision, truth values, and tensors that lie across.
+# What stands beside whole vectors: half precision, truth values, and tensors that lie across, with
+# rows that are neighbours in memory or not.
 MIXED = """\
 region mixed
 axes    r=? c=?
@@ -39,21 +40,29 @@ output  y_3: f32[c] = total"""
 LENGTHS = (*range(1, 35), 47, 48, 49, *range(126, 146))
 
 
+@pytest.mark.parametrize("neighbours", [True, False], ids=["neighbours", "apart"])
 @pytest.mark.parametrize("past_caches", [True, False], ids=["past caches", "cached"])
-def test_every_length_of_a_row(past_caches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_length_of_a_row(
+    past_caches: bool, neighbours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From one lane to two vectors, and from seven vectors to nine; each row begins somewhere
     else.
     """
     own_cache = 0 if past_caches else 1 << 40
     monkeypatch.setattr("normpass.backend.run.runtime.private_cache", lambda: own_cache)
-    kernel = Kernel(MIXED)
-    assert "each_aligned<scalar>(p_y + " in kernel.source
+    text = MIXED if neighbours else MIXED.replace("f32[c r]", "f32[c r] (64, 2)")
+    kernel = Kernel(text)
+    assert ("each_aligned<scalar>(p_y + " in kernel.source) is not neighbours
+    assert ("load_rows<scalar>(across, " in kernel.source) is neighbours
+    assert ("store_rows(p_y_2 + " in kernel.source) is neighbours
     generator = torch.Generator().manual_seed(0)
     found: list[list[tuple[torch.Tensor, ...]]] = [[], [], [], []]
     for rows in (1, 19):
         for length in LENGTHS:
             x, h, across = (torch.randn(rows, length, generator=generator) for _ in range(3))
-            h, across, w = h.bfloat16(), across.t().contiguous(), x[0].clone()
+            strides = (rows, 1) if neighbours else (64, 2)
+            across = torch.empty_strided((length, rows), strides).copy_(across.t())
+            h, w = h.bfloat16(), x[0].clone()
             keep = torch.rand(rows, length, generator=generator) < 0.5
 
             def results(
