@@ -219,10 +219,14 @@ def _added_up_last(
 
 
 def _long_last(op: Op, order: Sequence[LoopAxis]) -> tuple[str, ...]:
-    """The innermost of several axes of a sum, if its elements are many."""
+    """The innermost of several axes of a sum, if its elements are many, or those of a block: how
+    often something is added to an array is counted in steps of the loop outside.
+    """
     reduced = [axis for axis in order if axis.name in op.axes]
-    long = op.fn == "sum" and len(reduced) > 1 and reduced[-1].hint >= LONG
-    return (reduced[-1].name,) if long else ()
+    if op.fn != "sum" or len(reduced) < 2:
+        return ()
+    last = reduced[-1]
+    return (last.name,) if last.hint >= LONG or last.blocks in op.axes else ()
 
 
 def split_reductions(region: Region, order: Sequence[LoopAxis]) -> Region:

@@ -126,7 +126,7 @@ def in_blocks(
             return (axis,)
         return (
             LoopAxis(blocks, axis.extent / size, axis.parts, outermost),
-            LoopAxis(name, sympy.Integer(size), axis.parts),
+            LoopAxis(name, sympy.Integer(size), axis.parts, blocks=blocks),
         )
 
     region = replace(

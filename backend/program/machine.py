@@ -42,19 +42,20 @@ class Blocking:
     row_bytes: rows whose tensors take more have left a core's caches when they are read again.
     row_block: least and most elements of a block of a row: long enough for memory to be read as a
     stream, short enough for sums along it to stay in first-level cache. From 1024 to 4096 there was
-    no difference. narrow: so many lanes are few, and their rows are added up in registers, in
-    column_block: blocks of so many rows, at least and at most. Measured for a batch norm of 16
-    channels: 1.4x as fast as adding each row to an array in memory, with 256 to 4096 rows; of 64
-    channels 0.7x. variance: bytes of what a variance is of that are found again in a worker's
-    caches. variance_block: bytes of a block of more, in cache for its second sum. least: numbers
-    that a block has at least for each that it leaves.
+    no difference. narrow: so many lanes are few, and their rows are added up in registers. Measured
+    for a batch norm of 16 channels: 1.4x as fast as adding each row to an array in memory, with
+    blocks of 256 to 4096 rows; of 64 channels 0.7x. column_block: least and most rows of a block
+    that lanes add up: more would lose digits (CASCADE in normpass.h). variance: bytes of what a
+    variance is of that are found again in a worker's caches. variance_block: bytes of a block of
+    more, in cache for its second sum. least: numbers that a block has at least for each that it
+    leaves.
     """
 
     long_row: int = 32 * 1024
     row_bytes: int = 1024 * 1024
     row_block: tuple[int, int] = (512, 2048)
     narrow: int = 32
-    column_block: tuple[int, int] = (64, 1024)
+    column_block: tuple[int, int] = (64, 256)
     variance: int = 512 * 1024
     variance_block: int = 128 * 1024
     least: int = 32

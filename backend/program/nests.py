@@ -74,7 +74,7 @@ def _in_order(loop: Loop, plan: Plan) -> Loop:
         body = (Loop(axis, (*here, *body), parallel=axis is order[0]),)
     (nest,) = body
     assert isinstance(nest, Loop)
-    return nest
+    return loop if between else nest  # none of the axes is a value's
 
 
 def _nest(loop: Loop, vector: str) -> tuple[list[LoopAxis], list[Load | Compute], Loop]:

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LoopAxis:
     """An axis of the plan: one of the region's, or several of them that are one in memory, or its
-    blocks. outermost: whether workers are to divide it although sums run over it.
+    blocks. outermost: whether workers are to divide it although sums run over it. blocks: the axis
+    over the blocks that this one is the inside of.
     """
 
     name: str
     extent: sympy.Expr
     parts: tuple[str, ...]
     outermost: bool = False
+    blocks: str | None = None
 
     @property
     def hint(self) -> int:

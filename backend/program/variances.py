@@ -63,17 +63,23 @@ def variances_in_blocks(
     """
     if machine.blocking is None or has_crossed_rows(accesses, vector):
         return region, axes, accesses  # rows next to each other go together, for their whole length
-    for found in _variances(region):
+    for name in [each.squares.name for each in _variances(region)]:
+        found = _variance(region, name)
         order = choose_order(region, axes, accesses, vector, machine)
-        near = _block(found, region, order, vector, machine.blocking)
-        if near is None:
+        near = found and _block(found, region, order, vector, machine.blocking)
+        if not near:
             continue
         *whole, (last, size) = near
         if size is not None:
             region, axes, accesses = in_blocks(region, axes, accesses, last, size)
-            found = next(each for each in _variances(region) if each.total.name == found.total.name)
-        region = _rewritten(region, axes, found, frozenset((last, *(axis for axis, _ in whole))))
+        if found := _variance(region, name):
+            region = _rewritten(region, axes, found, frozenset((last, *(a for a, _ in whole))))
     return region, axes, accesses
+
+
+def _variance(region: Region, squares: str) -> _Variance | None:
+    """One of a region's, by the name of its sum, as it is by now."""
+    return next((each for each in _variances(region) if each.squares.name == squares), None)
 
 
 def _variances(region: Region) -> list[_Variance]:
@@ -129,11 +135,14 @@ def _block(
     for axis in reversed(reduced):
         if not axis.extent.is_number:
             return None
-        if taken * axis.hint <= room and axis is not reduced[0]:
+        most = room // taken
+        if axis.name != vector:
+            most = min(most, blocking.column_block[1])
+        if axis.hint <= most and axis is not reduced[0]:
             block.append((axis.name, None))
             taken *= axis.hint
             continue
-        size = block_size(axis.extent, max(2, blocking.least // taken), room // taken)
+        size = block_size(axis.extent, max(2, blocking.least // taken), most)
         if size is not None:
             block.append((axis.name, size))
             taken *= size

@@ -259,6 +259,50 @@ def test_variances_of_what_is_far_from_zero(name: str) -> None:
     is_right(*CASES[name], workers=2, mean=3000.0)
 
 
+@pytest.mark.parametrize("far", [0.0, 3000.0])
+def test_variances_of_two_tensors_in_one_region(far: float) -> None:
+    """The first puts the axis in blocks, and the second's are made of the same."""
+    text = """\
+region two
+axes    n=12544 c=64
+input   x: f32[n c]
+input   z: f32[n c]
+sum     = sum[n](x)
+mean    = div(sum, 12544.0)
+sub     = sub(x, mean)
+square  = mul(sub, sub)
+total   = sum[n](square)
+sum_z   = sum[n](z)
+mean_z  = div(sum_z, 12544.0)
+sub_z   = sub(z, mean_z)
+squares = mul(sub_z, sub_z)
+total_z = sum[n](squares)
+less    = sub(z, mean)
+power   = mul(less, less)
+cross   = sum[n](power)
+y       = mul(sub, sub_z)
+output  y0: f32[n c] = y
+output  y1: f32[c] = total
+output  y2: f32[c] = total_z
+output  y3: f32[c] = cross
+"""
+    names = {op.name for op in make_plan(parse(text)).region.ops}
+    assert {"total_lost", "total_z_lost"} <= names
+    assert "cross_lost" not in names  # its mean is another tensor's
+    generator = torch.Generator().manual_seed(0)
+    x, z = (torch.randn(12544, 64, generator=generator) + far for _ in range(2))
+    y, total, total_z, cross = launched(text, [x, z], 2)
+    right, other = x.double(), z.double()
+    mean, mean_z = right.mean(0), other.mean(0)
+    # Each factor is off by the last digit of its mean, times up to five deviations.
+    product = (right - mean) * (other - mean_z)
+    torch.testing.assert_close(y.double(), product, rtol=1e-6, atol=2e-6 * (1 + far))
+    for found, squares in ((total, right - mean), (total_z, other - mean_z)):
+        torch.testing.assert_close(found.double(), squares.square().sum(0), rtol=2e-6, atol=0)
+    digits = 1e-6 * (1 + far)  # 2 (mean_z - mean) times what a mean is off by
+    torch.testing.assert_close(cross.double(), (other - mean).square().sum(0), rtol=digits, atol=0)
+
+
 def test_what_stays_in_cache_has_its_variance_of_the_whole() -> None:
     rows = forward({"r": 4096, "c": 1024}, "r c", "c")
     assert axes_of(make_plan(parse(rows))) == ["r", "c"]
