@@ -208,6 +208,7 @@ def measure(case: Case, device: str, repeats: int, variants: Sequence[str] = VAR
             else:
                 steps[name] = variant.step
     result.counters = dict(counters["normpass"])
+    # In the place of dy, which may have another shape or format than x.
     x, other = variant.x.detach(), torch.randn_like(variant.x)
     times = interleave({**steps, "add": lambda: torch.add(x, other)}, repeats, device)
     result.add = times.pop("add")

@@ -12,6 +12,7 @@ import numpy as np
 import sympy
 import torch
 
+from normpass.backend.program.machine import Blocking
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.pointwise import POINTWISE, truth_values
 from normpass.backend.program.reductions import REDUCTIONS
@@ -37,6 +38,17 @@ if TYPE_CHECKING:
     from normpass.backend.program.tree import Leaf, Node, Plan
     from normpass.passes.region import Region
 
+# Blocks of a few elements, for machines of tests.
+SMALL_BLOCKS = Blocking(
+    long_row=4,
+    row_bytes=8,
+    row_block=(2, 4),
+    narrow=3,
+    column_block=(2, 4),
+    variance=8,
+    variance_block=256,
+    least=2,
+)
 COMBINE = {"sum": np.add, "prod": np.multiply, "amax": np.maximum, "amin": np.minimum}
 
 

@@ -127,9 +127,12 @@ def local_axes(region: Region) -> frozenset[str]:
     return frozenset(local)
 
 
-def choose_vector(region: Region, axes: Sequence[LoopAxis], accesses: Mapping[str, Access]) -> str:
+def choose_vector(
+    region: Region, axes: Sequence[LoopAxis], accesses: Mapping[str, Access], machine: Machine
+) -> str:
     """The axis along which most elements are neighbours in memory. Where large tensors differ in
-    that, one whose sums are needed again, if there is such: they add up in registers then.
+    that, one whose sums are needed again, if there is such: they add up in registers then, of rows
+    that go together (rows.py).
     """
     hint = {axis.name: axis.hint for axis in axes}
     score = dict.fromkeys(hint, 0)
@@ -141,7 +144,7 @@ def choose_vector(region: Region, axes: Sequence[LoopAxis], accesses: Mapping[st
                 score[axis] += _elements(access, hint)
                 of_large |= {axis} if 2 * _elements(access, hint) > largest else set()
     local = of_large & local_axes(region)
-    candidates = local if len(of_large) > 1 and local else hint
+    candidates = local if machine.has_vectors and len(of_large) > 1 and local else hint
     return max(candidates, key=lambda axis: score[axis])
 
 

@@ -81,12 +81,12 @@ def column_blocks(
     few: a block's loop stands inside of that over lanes, and adds up in registers.
     """
     blocking, local = machine.blocking, local_axes(region)
-    order = choose_order(region, axes, accesses, vector, machine)
     (lanes,) = (axis for axis in axes if axis.name == vector)
-    if blocking is None or lanes.hint > blocking.narrow or local != {order[0].name}:
+    if blocking is None or lanes.hint > blocking.narrow or vector in local:
         return None
-    size = block_size(order[0].extent, *blocking.column_block)
-    return (order[0].name, size) if size and vector not in local else None
+    first = choose_order(region, axes, accesses, vector, machine)[0]
+    size = block_size(first.extent, *blocking.column_block) if local == {first.name} else None
+    return (first.name, size) if size else None
 
 
 def in_blocks(

@@ -59,7 +59,7 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
 def placed(region: Region, machine: Machine) -> Plan:
     """The loops of a region in one order, with every value in its place."""
     region, axes, accesses, numel = coalesce(region)
-    vector = choose_vector(region, axes, accesses)
+    vector = choose_vector(region, axes, accesses, machine)
     small: tuple[LoopAxis, ...] = ()
     if machine.regroups and (grouped := regroup(region, axes, accesses, vector)):
         region, axes, vector = grouped.region, grouped.axes, grouped.vector

@@ -28,6 +28,7 @@ from normpass.backend.program.tree import (
     Store,
     definition,
     uses,
+    walk,
 )
 
 if TYPE_CHECKING:
@@ -95,11 +96,21 @@ class _Reader:
                 self.begun = {}
         else:
             self.nodes(self.plan.body, above=None)
+            self.in_one_loop()
         self.expect(not self.begun, "every sum to end", f"{sorted(self.begun)} without an end")
         expected = Counter(output.buffer.name for output in self.plan.region.outputs)
         self.expect(
             self.stored == expected, f"stores of {sorted(expected)}", f"{dict(self.stored)}"
         )
+
+    def in_one_loop(self) -> None:
+        """What workers share begins anew in each loop that they divide."""
+        shared: Counter[str] = Counter()
+        for node in self.plan.body:
+            adding = (leaf for leaf in walk(node) if isinstance(leaf, Accumulate))
+            shared.update({leaf.accumulator.op.name for leaf in adding if leaf.accumulator.shared})
+        twice = sorted(name for name, times in shared.items() if times > 1)
+        self.expect(not twice, "shared sums in one loop each", f"several for {twice}")
 
     def expect(self, holds: bool, expected: str, found: str) -> None:
         if not holds:

@@ -17,7 +17,7 @@ from snapshots import assert_snapshot
 from normpass.backend.codegen.cpp import generate
 from normpass.backend.program.blocks import block_size
 from normpass.backend.program.listing import listing
-from normpass.backend.program.machine import CPU, GPU, Blocking
+from normpass.backend.program.machine import CPU, GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import Jam, Loop
 from normpass.backend.run import toolchain
@@ -314,18 +314,6 @@ def test_gpus_have_no_blocks() -> None:
     assert axes_of(make_plan(parse(text), GPU)) == ["n", "c"]
 
 
-SMALL = Blocking(
-    long_row=4,
-    row_bytes=8,
-    row_block=(2, 4),
-    narrow=3,
-    column_block=(2, 4),
-    variance=8,
-    variance_block=256,
-    least=2,
-)
-
-
 @pytest.mark.parametrize(
     ("text", "reduced"),
     [
@@ -338,7 +326,7 @@ SMALL = Blocking(
 )
 def test_loops_of_numpy(text: str, reduced: tuple[int, ...]) -> None:
     """The same programs printed in another dialect, with blocks of a few elements."""
-    region, machine = parse(text), replace(CPU, workers=2, blocking=SMALL)
+    region, machine = parse(text), replace(CPU, workers=2, blocking=numpy_dialect.SMALL_BLOCKS)
     assert any(axis.endswith("block") for axis in axes_of(make_plan(region, machine)))
     x = torch.randn(*region.shape(region.inputs[0], region.extents(())), dtype=torch.float64)
     y, mean, rstd = numpy_dialect.run(region, machine, [x], ())

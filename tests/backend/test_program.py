@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from snapshots import assert_snapshot
 
 from normpass.backend.program.listing import listing
-from normpass.backend.program.machine import CPU, GPU, Blocking, Machine
+from normpass.backend.program.machine import CPU, GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import (
     Accumulate,
@@ -31,6 +31,7 @@ from normpass.backend.program.tree import (
     Recall,
     Store,
     rewritten,
+    walk,
 )
 from normpass.backend.program.verify import ProgramError, verify
 from normpass.passes.region import parse, product
@@ -152,6 +153,22 @@ def test_a_launch_combines_what_an_earlier_one_left() -> None:
         verify(replace(plan, launches=plan.launches[::-1]), "this test")
 
 
+def test_shared_sums_are_added_up_in_one_loop() -> None:
+    """A second one would begin anew, and what the first added up would be lost."""
+    plan = make_plan(parse(PROGRAMS["layer_norm_backward"]), CPU)
+    rows = next(node for node in plan.body if any(isinstance(n, Accumulate) for n in walk(node)))
+    k = plan.body.index(rows)
+    twice = replace(plan, body=(*plan.body[:k], rows, *plan.body[k:]))
+    with pytest.raises(ProgramError, match="shared sums in one loop each, found several for"):
+        verify(twice, "this test")
+
+
+def test_axes_have_different_names() -> None:
+    plan = make_plan(parse(PROGRAMS["layer_norm_backward"]), CPU)
+    with pytest.raises(ProgramError, match="axes of different names"):
+        verify(replace(plan, axes=(*plan.axes, plan.axes[0])), "this test")
+
+
 def test_what_is_found_says_where() -> None:
     """The pass, the loops around, what was expected and found, and the program."""
     plan = without(Accumulate)(make_plan(parse(PROGRAMS["layer_norm_backward"]), CPU))
@@ -166,23 +183,15 @@ def test_what_is_found_says_where() -> None:
 # ---- a dialect of a page
 
 
-SMALL_BLOCKS = Blocking(
-    long_row=4,
-    row_bytes=8,
-    row_block=(2, 3),
-    narrow=0,
-    column_block=(2, 3),
-    variance=8,
-    variance_block=64,
-    least=2,
-)
 MACHINES = {
     "arrays of exponentials": Machine(workers=1, kept=64 * 1024),
     "groups in lanes": Machine(workers=8, kept=64, regroups=True),
     "sums added up last": Machine(workers=1, kept=0, partial=0),
     "as on CPUs": CPU,
-    "blocks everywhere": replace(CPU, blocking=SMALL_BLOCKS),
-    "narrow blocks": replace(CPU, workers=2, blocking=replace(SMALL_BLOCKS, narrow=100)),
+    "blocks everywhere": replace(CPU, blocking=replace(numpy_dialect.SMALL_BLOCKS, narrow=0)),
+    "narrow blocks": replace(
+        CPU, workers=2, blocking=replace(numpy_dialect.SMALL_BLOCKS, narrow=100)
+    ),
 }
 
 
