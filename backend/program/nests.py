@@ -15,17 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from normpass.backend.program.tree import (
-    Accumulate,
-    Begin,
-    Compute,
-    Keep,
-    Load,
-    Loop,
-    Regroup,
-    Store,
-    walk,
-)
+from normpass.backend.program.tree import Compute, Load, Loop, Recall, Store, walk
 from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
@@ -43,7 +33,7 @@ def with_nests(plan: Plan) -> Plan:
 def _arranged(plan: Plan, node: Node) -> Node:
     if not isinstance(node, Loop):
         return node
-    if not node.parallel and _elements(node) >= DIVIDED and not _adds_up(node):
+    if not node.parallel and _elements(node) >= DIVIDED and _only_writes(node):
         node = replace(node, parallel=True)
     return _in_order(node, plan)
 
@@ -53,11 +43,9 @@ def _elements(loop: Loop) -> int:
     return loop.axis.hint * inner
 
 
-def _adds_up(loop: Loop) -> bool:
-    """Whether something outlives one step of a loop other than what it writes for all."""
-    return any(isinstance(node, Begin | Accumulate | Regroup) for node in walk(loop)) or any(
-        isinstance(node, Keep) and not node.shared for node in walk(loop)
-    )
+def _only_writes(loop: Loop) -> bool:
+    """Whether a loop reads what is complete and writes results, and nothing else comes of it."""
+    return all(isinstance(node, Loop | Load | Compute | Recall | Store) for node in walk(loop))
 
 
 def _in_order(loop: Loop, plan: Plan) -> Loop:

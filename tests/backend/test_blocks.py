@@ -1,17 +1,16 @@
-"""Axes in blocks: few long rows for all workers, variances in one sweep, few channels in registers;
-and rows that lie side by side, a line of memory at a time.
+"""Axes in blocks: few long rows for all workers, variances in one sweep, few channels in
+registers.
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy_dialect
 import pytest
 import sympy
 import torch
+from launched import BACKWARD, KINDS, axes_of, forward, has_parts, is_right, launched
 from snapshots import assert_snapshot
 
 from normpass.backend.codegen.cpp import generate
@@ -19,147 +18,18 @@ from normpass.backend.program.blocks import block_size
 from normpass.backend.program.listing import listing
 from normpass.backend.program.machine import CPU, GPU
 from normpass.backend.program.plan import make_plan
-from normpass.backend.program.tree import Jam, Loop
-from normpass.backend.run import toolchain
 from normpass.passes.region import parse
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from normpass.backend.program.machine import Machine
-    from normpass.backend.program.tree import Plan
-    from normpass.passes.region import Buffer
-
-FORWARD = """\
-region {name}
-axes    {axes}
-input   x: {dtype}[{dims}]{strides}
-sum     = sum[{reduced}](x)
-mean    = div(sum, {count})
-sub     = sub(x, mean)
-square  = mul(sub, sub)
-total   = sum[{reduced}](square)
-var     = div(total, {count})
-add     = add(var, 1e-05)
-rstd    = rsqrt(add)
-y       = mul(sub, rstd)
-output  y0: f32[{dims}]{written} = y
-output  y1: f32[{kept}] = mean
-output  y2: f32[{kept}] = rstd
-"""
-BACKWARD = """\
-region layer_norm_backward
-axes    r={r} c={c}
-input   x: {dtype}[r c]
-input   g: {dtype}[r c]
-input   mean: f32[r 1]
-input   rstd: f32[r 1]
-input   w: f32[c]
-sub     = sub(x, mean)
-hat     = mul(sub, rstd)
-gw      = mul(g, w)
-product = mul(gw, hat)
-sum     = sum[c](gw)
-sum_1   = sum[c](product)
-a       = div(sum, {c}.0)
-b       = div(sum_1, {c}.0)
-hat_b   = mul(hat, b)
-less    = sub(gw, a)
-less_1  = sub(less, hat_b)
-dx      = mul(less_1, rstd)
-gh      = mul(g, hat)
-dw      = sum[r](gh)
-db      = sum[r](g)
-output  y0: {dtype}[r c] = dx
-output  y1: f32[c] = dw
-output  y2: f32[c] = db
-"""
-KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
-
-
-def forward(
-    axes: dict[str, int],
-    dims: str,
-    reduced: str,
-    dtype: str = "f32",
-    strides: str = "",
-    written: str = "",
-) -> str:
-    """A norm's forward over some axes of x."""
-    count = 1.0
-    for axis in reduced.split():
-        count *= axes[axis]
-    return FORWARD.format(
-        name="norm",
-        axes=" ".join(f"{name}={extent}" for name, extent in axes.items()),
-        dims=dims,
-        reduced=reduced,
-        count=count,
-        kept=" ".join(axis for axis in dims.split() if axis not in reduced.split()),
-        dtype=dtype,
-        strides=strides,
-        written=written,
-    )
-
-
-def strided(buffer: Buffer, extents: dict[str, int]) -> Tensor:
-    region = parse(forward({"r": 1}, "r", "r"))
-    return torch.empty_strided(
-        region.shape(buffer, extents), region.strides(buffer, extents), dtype=buffer.dtype
-    )
-
-
-def launched(text: str, inputs: list[Tensor], workers: int, machine: Machine = CPU) -> list[Tensor]:
-    """What a region's kernel computes with so many workers, whatever this machine has."""
-    region = parse(text)
-    outputs = [strided(output.buffer, region.extents(())) for output in region.outputs]
-    for output in outputs:
-        output.fill_(torch.nan)
-    library = toolchain.load(generate(make_plan(region, machine)))
-    pointers = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
-    library.kernel((ctypes.c_void_p * len(pointers))(*pointers), None, workers, ctypes.c_bool(True))
-    return outputs
-
-
-def is_right(
-    text: str, reduced: tuple[int, ...], workers: int, machine: Machine = CPU, mean: float = 0.5
-) -> None:
-    """A forward's results against float64; statistics are rounded at most twice as much as by
-    PyTorch's own of float32.
-    """
-    region = parse(text)
-    x = strided(region.inputs[0], region.extents(()))
-    x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) * 2 + mean)
-    y, found, rstd = launched(text, [x], workers, machine)
-    var, want = torch.var_mean(x.double(), reduced, correction=0, keepdim=True)
-    right = (var + 1e-5).rsqrt()
-    torch.testing.assert_close(found.double(), want.reshape(found.shape), rtol=5e-7, atol=1e-6)
-    torch.testing.assert_close(rstd.double(), right.reshape(rstd.shape), rtol=5e-7, atol=0)
-    # y is as far off as its mean, in units of deviations, and as x less the mean loses of digits.
-    lost = 4e-7 * (1 + abs(mean))
-    torch.testing.assert_close(y.double(), (x.double() - want) * right, rtol=1e-6, atol=lost)
-
-
-def axes_of(plan: Plan) -> list[str]:
-    return [axis.name for axis in plan.axes]
-
-
-def has_parts(text: str) -> bool:
-    """Whether variances are made of those of blocks."""
-    return any(op.name.endswith("_lost") for op in make_plan(parse(text)).region.ops)
-
 
 # ---- programs
 
 
 def test_snapshots() -> None:
-    """What is in blocks is gone over twice there; rows side by side are 16 at a time."""
+    """What is in blocks is gone over twice there."""
     texts = {
         "long_rows": BACKWARD.format(**LONG, dtype="f32"),
         "variance_channels_last": CASES["channels last"][0],
         "variance_few_channels_last": CASES["few channels last"][0],
         "variance_channels_first": CASES["channels first"][0],
-        "rows_side_by_side": crossed("f32"),
     }
     for name, text in texts.items():
         assert_snapshot(f"programs/{name}.txt", listing(make_plan(parse(text))))
@@ -303,6 +173,27 @@ output  y3: f32[c] = cross
     torch.testing.assert_close(cross.double(), (other - mean).square().sum(0), rtol=digits, atol=0)
 
 
+def test_squares_of_less_than_the_mean_is_of() -> None:
+    """Deviations from one mean, added up for each image: their blocks' means are not on the way."""
+    text = """\
+region images
+axes    n=4 s=50176
+input   x: f32[n s]
+sum     = sum[n s](x)
+mean    = div(sum, 200704.0)
+sub     = sub(x, mean)
+square  = mul(sub, sub)
+total   = sum[s](square)
+output  y0: f32[n s] = sub
+output  y1: f32[n] = total
+"""
+    assert not has_parts(text)
+    x = torch.randn(4, 50176, generator=torch.Generator().manual_seed(0)) + 3
+    _, total = launched(text, [x], 2)
+    right = (x.double() - x.double().mean()).square().sum(1)
+    torch.testing.assert_close(total.double(), right, rtol=1e-6, atol=0)
+
+
 def test_what_stays_in_cache_has_its_variance_of_the_whole() -> None:
     rows = forward({"r": 4096, "c": 1024}, "r c", "c")
     assert axes_of(make_plan(parse(rows))) == ["r", "c"]
@@ -335,50 +226,3 @@ def test_loops_of_numpy(text: str, reduced: tuple[int, ...]) -> None:
     torch.testing.assert_close(y.double(), (x - want) * right, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mean.double(), want.reshape(mean.shape), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rstd.double(), right.reshape(rstd.shape), rtol=1e-6, atol=0)
-
-
-# ---- rows side by side
-
-
-def crossed(dtype: str, c: int = 48, s: int = 40) -> str:
-    """Layer norm of an image's pixels: channels are far apart in x, side by side in y."""
-    axes = {"n": 3, "s": s, "c": c}
-    return forward(axes, "n s c", "c", dtype, strides=f" ({c * s}, 1, {s})")
-
-
-@pytest.mark.parametrize("workers", [1, 2, 64])
-@pytest.mark.parametrize(("c", "s"), [(48, 40), (16, 16), (33, 17), (5, 100), (100, 5)])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "f64"])
-def test_rows_side_by_side_go_together(dtype: str, c: int, s: int, workers: int) -> None:
-    text = crossed(dtype, c, s)
-    plan = make_plan(parse(text))
-    assert plan.together is not None
-    assert plan.together.kind == Jam(16)
-    assert plan.vector == "c"
-    is_right(text, (2,), workers)
-
-
-@pytest.mark.parametrize(("c", "s"), [(48, 40), (33, 17)])
-def test_rows_side_by_side_are_written_so(c: int, s: int) -> None:
-    axes = {"n": 3, "s": s, "c": c}
-    text = forward(axes, "n s c", "c", written=f" ({c * s}, 1, {s})")
-    assert "store_rows" in generate(make_plan(parse(text)))
-    is_right(text, (2,), workers=2)
-
-
-def test_a_line_is_read_for_all_rows_in_it() -> None:
-    text = generate(make_plan(parse(crossed("f32"))))
-    assert text.count("load_rows<scalar>(x, p_x + n * 1920 + s0 + c * 40, 40, lanes);") == 3
-    assert "gather" not in text
-
-
-# ---- the order of loops that are divided together
-
-
-def test_divided_loops_go_in_the_order_of_memory() -> None:
-    """Sums over the pixels of two images are of all pixels at once; a worker reads one image."""
-    plan = make_plan(parse(forward({"n": 2, "s": 512, "c": 64}, "n s c", "s", "bf16")))
-    assert axes_of(plan) == ["s", "n", "c"]
-    nests = [node for node in plan.body if isinstance(node, Loop) and node.parallel]
-    assert {nest.axis.name for nest in nests} == {"n"}
-    assert "for n, divided among workers\n    for s, divided among workers" in listing(plan)
