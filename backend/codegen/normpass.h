@@ -121,6 +121,26 @@ inline __mmask16 mask_of_lanes(int lanes) { return static_cast<__mmask16>((1u <<
 inline __mmask16 mask_of_lanes(From lanes) { return static_cast<__mmask16>(0xffffu << lanes.lane); }
 #endif
 
+// Truth values lie in memory as bytes, of 1 or 0. A number is true unless it is zero, and so is NaN.
+template <class T, class S>
+inline constexpr bool is_truth = std::is_same_v<T, float> && std::is_same_v<S, bool>;
+
+#if defined(CPU_CAPABILITY_AVX512)
+inline Vectorized<float> from_truth(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
+
+inline __m128i to_truth(Vectorized<float> value) {
+  return _mm_maskz_set1_epi8(_mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_NEQ_UQ), 1);
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+inline Vectorized<float> from_truth(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
+
+inline __m128i to_truth(Vectorized<float> value) {
+  const __m256i all = _mm256_castps_si256(_mm256_cmp_ps(value, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+  const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  return _mm_and_si128(_mm_packs_epi16(half, half), _mm_set1_epi8(1));
+}
+#endif
+
 template <class T, class S, class L>
 inline Vectorized<T> load(const S* p, L lanes) {
   using V = Vectorized<T>;
@@ -131,6 +151,10 @@ inline Vectorized<T> load(const S* p, L lanes) {
   }
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && !is_all<L>)
     return _mm512_maskz_loadu_ps(mask_of_lanes(lanes), p);
+  if constexpr (is_truth<T, S>) return from_truth(_mm_maskz_loadu_epi8(mask_of_lanes(lanes), p));
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (is_truth<T, S> && is_all<L>)
+    return from_truth(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #endif
   if constexpr (std::is_same_v<S, T> && is_all<L>) {
     return V::loadu(p);
@@ -161,6 +185,10 @@ inline void store(S* p, Vectorized<T> value, L lanes) {
   }
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && !is_all<L>)
     return _mm512_mask_storeu_ps(p, mask_of_lanes(lanes), value);
+  if constexpr (is_truth<T, S>) return _mm_mask_storeu_epi8(p, mask_of_lanes(lanes), to_truth(value));
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (is_truth<T, S> && is_all<L>)
+    return _mm_storel_epi64(reinterpret_cast<__m128i*>(p), to_truth(value));
 #endif
   if constexpr (std::is_same_v<S, T> && !std::is_same_v<L, From>) {
     value.store(p, lanes);

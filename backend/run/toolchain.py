@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -194,7 +195,8 @@ def start(source: str) -> Future[ctypes.CDLL]:
         if source not in _futures:
             if _pool is None:
                 _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="normpass-compile")
-            _futures[source] = _pool.submit(load, source)
+            # With the caller's settings: torch keeps its own for each context.
+            _futures[source] = _pool.submit(copy_context().run, load, source)
         return _futures[source]
 
 

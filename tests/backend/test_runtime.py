@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._inductor import config
 
+from normpass.backend.run import toolchain
 from normpass.backend.run.runtime import CallSite, Kernel
 
 SCALED = """\
@@ -37,6 +39,13 @@ def test_threads_with_other_sizes_meet_in_one_place() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(differences, (1, 2, 5, 64, 900, 1200))) == [0] * 6
+
+
+def test_kernels_are_built_with_the_settings_of_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps them for each context, and a thread of ours builds."""
+    monkeypatch.setattr(toolchain, "load", lambda source: config.cpp.simdlen)
+    with config.patch({"cpp.simdlen": 128}):
+        assert toolchain.start("// asked for with a setting").result() == 128
 
 
 def test_what_has_no_address_is_an_error() -> None:

@@ -1,0 +1,79 @@
+"""Truth values in memory: read and written a vector at a time, at every length of a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._inductor import config, cpu_vec_isa
+
+from normpass.backend.run import toolchain
+from normpass.backend.run.runtime import Kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COMPARED = """\
+region compared_{name}
+axes    r=? c=?
+input   x: {dtype}[r c]
+input   k: b8[r c]
+input   each: b8[r]
+gt      = gt(x, 0.0)
+both    = logical_and(gt, k)
+either  = logical_or(both, each)
+where   = where(k, x, -1.0)
+output  y: b8[r c] = gt
+output  y_1: b8[r c] = either
+output  y_2: {dtype}[r c] = where"""
+LENGTHS = (*range(1, 35), 47, 48, 49, *range(126, 146))
+
+
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
+
+
+def widths() -> list[Any]:
+    """Bits of a vector: what the processor has, and half of that where it has AVX-512."""
+    wide = any(isinstance(isa, cpu_vec_isa.VecAVX512) for isa in cpu_vec_isa.valid_vec_isa_list())
+    return [None, 256] if wide else [None]
+
+
+@pytest.fixture(params=widths(), ids=["all", "256"][: len(widths())])
+def bits(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Kernels are built for vectors of so many bits."""
+
+    def forget() -> None:
+        toolchain._command.cache_clear()
+        toolchain._include.cache_clear()
+
+    with config.patch({"cpp.simdlen": request.param}):
+        forget()
+        yield str(request.param or "all")
+    forget()
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_every_length_of_a_row(dtype: torch.dtype, bits: str) -> None:
+    """With NaN and infinities among what is compared. All results are exact."""
+    kernel = Kernel(COMPARED.format(dtype=NAMES[dtype], name=bits))
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 19):
+        for length in LENGTHS:
+            x, keep, each = arguments(rows, length, dtype, generator)
+            gt, either, where = kernel([x, keep, each], [rows, length])
+            assert torch.equal(gt, x > 0)
+            assert torch.equal(either, ((x > 0) & keep) | each[:, None])
+            assert torch.equal(where.nan_to_num(7.0), torch.where(keep, x, -1.0).nan_to_num(7.0))
+            # As torch keeps them: nothing but 0 and 1.
+            assert int(gt.view(torch.uint8).max()) <= 1
+
+
+def arguments(
+    rows: int, length: int, dtype: torch.dtype, generator: torch.Generator
+) -> list[torch.Tensor]:
+    x = torch.randn(rows, length, generator=generator).to(dtype)
+    for special in (torch.nan, torch.inf, -torch.inf, 0.0, -0.0):
+        x[torch.rand(rows, length, generator=generator) < 0.1] = special
+    keep = torch.rand(rows, length, generator=generator) < 0.5
+    return [x, keep, torch.rand(rows, generator=generator) < 0.5]
