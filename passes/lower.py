@@ -4,7 +4,7 @@ written as the region's ops (writer.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -14,6 +14,7 @@ from torch.fx import Node
 from normpass.passes.axis_names import LOCAL_NAMES, name_axes, reduced_axes
 from normpass.passes.domain import NotExpressible, extent_of, step_of
 from normpass.passes.escapes import outputs_of
+from normpass.passes.one_hot import INTEGERS, are_positions, holds_integers, is_count
 from normpass.passes.region import Arg, Axis, Buffer, Output, Region, Stride, verify
 from normpass.passes.vocabulary import (
     ADDITIONS,
@@ -33,6 +34,7 @@ from normpass.passes.writer import OpWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from normpass.passes.domain import Domain
 
@@ -41,9 +43,10 @@ if TYPE_CHECKING:
 class Lowered:
     """A region and the nodes it stands for.
 
-    inputs, outputs: nodes, in the order of the region's.
+    inputs, outputs: nodes, in the order of the region's; an input of another dtype is converted.
     sizes: the expressions of its run-time sizes, in order.
     repeated: (node, output) for nodes whose result is that of an output.
+    has_picked: whether a reduction came to what stands at one position.
     """
 
     region: Region
@@ -51,6 +54,7 @@ class Lowered:
     outputs: tuple[Node, ...]
     sizes: tuple[sympy.Expr, ...]
     repeated: tuple[tuple[Node, Node], ...] = ()
+    has_picked: bool = False
 
     @property
     def device(self) -> str:
@@ -130,7 +134,14 @@ class _Lowering:
         verify(region)
         self.check_precision(region)
         sizes = (*dynamic, *self.sizes)
-        return Lowered(region, tuple(inputs), tuple(outputs), sizes, tuple(repeated))
+        return Lowered(
+            region,
+            tuple(inputs),
+            tuple(outputs),
+            sizes,
+            tuple(repeated),
+            self.writer.has_picked,
+        )
 
     def as_read(self, node: Node) -> Node:
         """The view through which alone a result is read, if it splits a dimension of the result's:
@@ -190,9 +201,9 @@ class _Lowering:
                     found[arg] = None
         return list(found)
 
-    def buffer(self, name: str, node: Node) -> Buffer:
+    def buffer(self, name: str, node: Node, dtypes: AbstractSet[torch.dtype] = DTYPES) -> Buffer:
         tensor = node.meta["val"]
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in dtypes:
             reason = f"{node.name} is {tensor.dtype}; regions hold floats and truth values"
             raise NotLowered(reason, node)
         dims = tuple(
@@ -221,7 +232,9 @@ class _Lowering:
     def input(self, node: Node) -> Buffer:
         axes = set(self.domain.axes(node))
         local = {axis for axis, name in self.axis_names.items() if name in LOCAL_NAMES}
-        if "tangents" in node.name:
+        if holds_integers(node):
+            stem = "i"
+        elif "tangents" in node.name:
             stem = "g"
         elif axes and not axes & local:
             stem = "s"  # a statistic: one number a row
@@ -238,7 +251,12 @@ class _Lowering:
         )
         name = self.writer.input(stem, varies)
         self.values[node] = name
-        return self.buffer(name, node)
+        buffer = self.buffer(name, node, DTYPES | INTEGERS)
+        if are_positions(node):
+            self.writer.positions.add(name)
+            if is_count(node):  # half as long to read, for every row
+                buffer = replace(buffer, dtype=torch.int32)
+        return buffer
 
     def output(self, k: int, node: Node) -> Output:
         value = self.value(node)

@@ -264,7 +264,7 @@ class Judge:
         try:
             attempt.stage = "lowering"
             lowered = lower(label[0], nodes, grown.domain, rounded=self.rounded)
-            if not has_inner_reduction(lowered):
+            if not (lowered.has_picked or has_inner_reduction(lowered)):
                 return None
             attempt.stage = "laying out its tensors"
             lowered = self.lay_out(lowered)

@@ -52,6 +52,8 @@ DTYPES = {
     "f16": torch.float16,
     "bf16": torch.bfloat16,
     "b8": torch.bool,
+    "i32": torch.int32,
+    "i64": torch.int64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

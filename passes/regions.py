@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.passes.domain import Domain, NotExpressible
+from normpass.passes.one_hot import holds_integers, is_one_hot
 from normpass.passes.sizes import hint
 from normpass.passes.vocabulary import DTYPES, IDENTITY, RANDOM, Kind, kind_of
 
@@ -87,12 +88,15 @@ def mutates(node: Node) -> bool:
 def fusable(node: Node) -> bool:
     """Whether a region may hold this node at all.
 
-    What is computed from integers stays outside (the mask of `iota <= iota`), and so does what is
-    made of random numbers: Inductor draws them where they are used, and a region would have them
-    written.
+    What is computed from integers stays outside (the mask of `iota <= iota`), but for what is one
+    at a position and zero elsewhere. So does what is made of random numbers: Inductor draws them
+    where they are used, and a region would have them written.
     """
-    if kind_of(node) is Kind.OTHER:
+    kind = kind_of(node)
+    if kind is Kind.OTHER:
         return False
+    if is_one_hot(node) or (kind is Kind.VIEW and holds_integers(node)):
+        return True
     return all(map(_is_float_or_truth, _tensors(node))) and all(
         not _is_drawn(arg) and all(map(_is_float_or_truth, _tensors(arg)))
         for arg in node.all_input_nodes

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from normpass.passes.lower import Lowered
 
+prims = torch.ops.prims
+
 KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag")
 
 
@@ -62,7 +64,9 @@ def _insert(
         call = graph.create_node("call_function", op)
     with graph.inserting_before(call):
         sizes = [_read(graph, measure) for measure in measures]
-    call.args = (list(lowered.inputs), sizes, str(lowered.region))
+        pairs = zip(lowered.inputs, lowered.region.inputs, strict=True)
+        inputs = [_converted(graph, node, buffer.dtype) for node, buffer in pairs]
+    call.args = (inputs, sizes, str(lowered.region))
     call.meta = {key: last.meta[key] for key in KEPT_META if key in last.meta}
     call.meta["val"] = _results(lowered, [measure.size for measure in measures])
     after, items = call, {}
@@ -75,6 +79,15 @@ def _insert(
     for node, same in lowered.repeated:
         node.replace_all_uses_with(items[same])
     return call
+
+
+def _converted(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    value = node.meta["val"]
+    if value.dtype is dtype:
+        return node
+    converted = graph.call_function(prims.convert_element_type.default, (node, dtype))
+    converted.meta["val"] = value.to(dtype)
+    return converted
 
 
 def _results(lowered: Lowered, sizes: Sequence[Any]) -> list[torch.Tensor]:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class OpWriter:
     """The ops of one region, in the order in which they are written.
 
-    axis_names: of the domain's axes. varies: the axes that each value varies over.
+    axis_names: of the domain's axes. varies: the axes that each value varies over. positions: the
+    values that are the numbers of positions along an axis. has_picked: whether a sum came to what
+    stands at one of them.
     """
 
     def __init__(self, domain: Domain, axis_names: Mapping[int, str]) -> None:
@@ -31,6 +33,8 @@ class OpWriter:
         self.ops: dict[tuple[Any, ...], Op] = {}
         self.varies: dict[str, frozenset[int]] = {}
         self.used: dict[str, int] = {}
+        self.positions: set[str] = set()
+        self.has_picked = False
 
     def fresh(self, stem: str) -> str:
         """A name that no value has yet."""
@@ -79,11 +83,48 @@ class OpWriter:
         constant = self.constant(value, axes)
         assert not (constant and fn == "prod"), "a product of equal factors is not written"
         changing = tuple(axis for axis in axes if axis not in constant)
-        if changing:
+        picked = self.picked(value, *changing) if fn == "sum" and len(changing) == 1 else None
+        if picked is not None:
+            value, self.has_picked = picked, True
+        elif changing:
             value = self.emit(fn, value, axes=changing)
         if constant and fn == "sum":
             value = self.emit("mul", value, self.count(constant))
         return value
+
+    def picked(self, value: Arg, axis: int) -> Arg | None:
+        """What a value adds up to that is zero but at one position along an axis; None if it is not
+        written so.
+        """
+        op = self.written(value)
+        if op is None:
+            return None
+        if op.fn == "mul":
+            for one, other in (op.args, reversed(op.args)):
+                if self.constant(one, [axis]) and (sum_ := self.picked(other, axis)) is not None:
+                    return self.emit("mul", sum_, one)
+        if op.fn == "where":
+            where, there, elsewhere = op.args
+            position = self.compared(where, axis)
+            if position is not None and elsewhere == 0.0 and self.constant(there, [axis]):
+                first, last = self.emit("ge", position, 0.0), self.count((axis,))
+                inside = self.emit("logical_and", first, self.emit("lt", position, last))
+                return self.emit("where", inside, there, 0.0)
+        return None
+
+    def compared(self, value: Arg, axis: int) -> Arg | None:
+        """What is compared with the positions along an axis; None if nothing is."""
+        op = self.written(value)
+        if op is None or op.fn != "eq":
+            return None
+        for one, other in (op.args, reversed(op.args)):
+            if one in self.positions and self.varies[str(one)] == {axis}:
+                return other if self.constant(other, [axis]) else None
+        return None
+
+    def written(self, value: Arg) -> Op | None:
+        """How a value was written; None for a number, and for what comes from outside."""
+        return next((op for op in self.ops.values() if op.name == value), None)
 
     def mean(self, value: Arg, axes: tuple[int, ...]) -> Arg:
         return self.emit("div", self.reduce("sum", value, axes), self.count(axes))

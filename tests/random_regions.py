@@ -30,7 +30,10 @@ EXTENTS: dict[int, list[tuple[int, ...]]] = {
     4: [(2, 3, 5, 7), (3, 2, 4, 17), (5, 9, 2, 3), (2, 2, 16, 5)],
 }
 GROUPED = [(2, 3, 2, 5), (9, 4, 3, 7), (1, 2, 9, 40), (3, 17, 2, 3)]
-DTYPES = [torch.float32] * 3 + [torch.bfloat16, torch.float16, torch.bool]
+DTYPES = [
+    *[torch.float32] * 3,
+    *(torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.int64),
+]
 CONSTANTS = [0.0, 1.0, -0.5, 2.0, 0.3]
 
 Step = tuple[int, tuple[str, ...]]  # a stride: a number times the extents of axes

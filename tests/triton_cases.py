@@ -116,6 +116,7 @@ def others() -> Iterator[Case]:
     """Masks, strides, sums over everything, other axes, awkward names and values."""
     for t in ("f32", "f64", "bf16"):
         yield Case(f"masked {t}", fill(regions.MASKED, t=t), ROWS, mathematics.masked)
+        yield Case(f"one hot {t}", fill(regions.ONE_HOT, t=t), ROWS, mathematics.one_hot)
         yield Case(
             f"strided {t}", fill(regions.STRIDED, t=t), ((3, 20), (4, 31)), mathematics.strided
         )

@@ -91,6 +91,11 @@ def masked(x: Tensor, keep: Tensor) -> Any:
     return torch.where(both, y, 0.1), both, both.to(x.dtype).sum(0)
 
 
+def one_hot(i: Tensor, word: Tensor, x: Tensor) -> Any:
+    hot = torch.where(word == i, x, 0.0)
+    return (hot - x.exp() * hot.sum(1, keepdim=True),)
+
+
 def strided(g: Tensor, x: Tensor, w: Tensor, one: Tensor) -> Any:
     gw = g * w
     return (gw - x * (gw * x).sum(-1, keepdim=True)) * one, (g * x).sum((0, 1))

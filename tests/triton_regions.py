@@ -252,6 +252,22 @@ output  mask: b8[r c] = both
 output  counts: %W[c] = count
 """
 
+# What counts at some positions, which are integers.
+ONE_HOT = """
+region one_hot
+axes    r=%R c=%C
+input   i: i32[c]
+input   word: i64[r 1]
+input   x: %T[r c]
+eq      = eq(word, i)
+hot     = where(eq, x, 0.0)
+total   = sum[c](hot)
+exp     = exp(x)
+scaled  = mul(exp, total)
+y       = sub(hot, scaled)
+output  out: %T[r c] = y
+"""
+
 # Rows that no single axis describes: x is a window of something wider, g is transposed.
 STRIDED = """
 region strided

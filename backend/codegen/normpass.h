@@ -152,6 +152,14 @@ inline Vectorized<T> load(const S* p, L lanes) {
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && !is_all<L>)
     return _mm512_maskz_loadu_ps(mask_of_lanes(lanes), p);
   if constexpr (is_truth<T, S>) return from_truth(_mm_maskz_loadu_epi8(mask_of_lanes(lanes), p));
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, int32_t>)
+    return _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(mask_of_lanes(lanes), p));
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, int64_t>) {
+    const __mmask16 mask = mask_of_lanes(lanes);
+    const __m256 low = _mm512_cvtepi64_ps(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(mask), p));
+    const __m256 high = _mm512_cvtepi64_ps(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(mask >> 8), p + 8));
+    return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+  }
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (is_truth<T, S> && is_all<L>)
     return from_truth(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

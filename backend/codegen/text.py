@@ -21,6 +21,8 @@ TYPES = {
     torch.float16: Spelling("c10::Half", "fp16"),
     torch.bfloat16: Spelling("c10::BFloat16", "bf16"),
     torch.bool: Spelling("bool", "i1"),
+    torch.int32: Spelling("int32_t", "i32"),
+    torch.int64: Spelling("int64_t", "i64"),
 }
 
 

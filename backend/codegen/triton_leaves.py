@@ -91,9 +91,9 @@ class LeafPrinter(ProgramPrinter):
         if buffer.name in self.scope:
             return
         address = f"{self.use(f'p_{buffer.name}')}{self.offset(access.strides)}"
-        boolean = buffer.dtype is torch.bool
-        text = self.read(address, self.dims_of(access.strides), "0" if boolean else "0.0")
-        if boolean:
+        zero = "0.0" if buffer.dtype.is_floating_point else "0"
+        text = self.read(address, self.dims_of(access.strides), zero)
+        if buffer.dtype is torch.bool:
             text = f"{text} != 0"
         elif f"tl.{TYPES[buffer.dtype].triton.replace('fp', 'float')}" != self.type:
             text = f"{text}.to({self.type})"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from normpass.passes.names import NORM_OPS, snake_case
+from normpass.passes.one_hot import INTEGERS
 from normpass.passes.pipeline import Refused
 from normpass.passes.region import DTYPES
 
@@ -207,7 +208,8 @@ def _no_reductions(module: Any, phase: str, has_lines: bool) -> str:
 def _no_region(reductions: Sequence[Line], graphs: Sequence[Passed]) -> str:
     for line in reductions:
         if not line.fusable:
-            expected = ", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())
+            held = (d for d in DTYPES.values() if d not in INTEGERS)
+            expected = ", ".join(str(d).removeprefix("torch.") for d in held)
             return f"reduces {line.dtype}; regions hold {expected}"
     if not any(line.inner for line in reductions):
         return "nothing to fuse: only plain sums here, such as gradients of weight and bias"

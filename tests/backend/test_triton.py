@@ -136,6 +136,7 @@ REGIONS = {
     "batch_norm_backward": {"c": "64", "x": "r c s"},
     "three_levels": {"c": "512", "t": "f64"},
     "masked": {"c": "300"},
+    "one_hot": {"c": "32000", "t": "bf16"},
     "strided": {"c": "70"},
     "global": {},
     "extremes": {"t": "f64"},

@@ -107,7 +107,7 @@ BROKEN = {
         "expected region, axes, sizes, input, output or a value",
     ),
     "no dtype": ("input   q: [r]", r"expected 'NAME: DTYPE\[DIMS\] \(STRIDES\)', found 'q: \[r\]'"),
-    "an unknown dtype": ("input   q: i64[r]", "expected 'NAME: DTYPE.* found 'q: i64"),
+    "an unknown dtype": ("input   q: i16[r]", "expected 'NAME: DTYPE.* found 'q: i16"),
     "an undeclared axis": ("input   q: f32[z]", r"q has undeclared axes \['z'\]"),
     "too few strides": ("input   q: f32[r c] (1)", "q: one stride a dimension"),
     "an undeclared size": ("input   q: f32[r c] (t9, 1)", r"q has undeclared sizes \['t9'\]"),

@@ -1,4 +1,4 @@
-"""Truth values in memory: read and written a vector at a time, at every length of a row."""
+"""Truth values and integers in memory: read a vector at a time, at every length of a row."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ where   = where(k, x, -1.0)
 output  y: b8[r c] = gt
 output  y_1: b8[r c] = either
 output  y_2: {dtype}[r c] = where"""
+COUNTED = """\
+region counted_{name}
+axes    r=? c=?
+input   i: i32[r c]
+input   j: i64[r c]
+input   one: i64[r 1]
+input   x: {dtype}[r c]
+add     = add(x, i)
+mul     = mul(x, j)
+eq      = eq(i, one)
+output  y: {dtype}[r c] = add
+output  y_1: {dtype}[r c] = mul
+output  y_2: b8[r c] = eq"""
 LENGTHS = (*range(1, 35), 47, 48, 49, *range(126, 146))
 
 
@@ -67,6 +80,22 @@ def test_every_length_of_a_row(dtype: torch.dtype, bits: str) -> None:
             assert torch.equal(where.nan_to_num(7.0), torch.where(keep, x, -1.0).nan_to_num(7.0))
             # As torch keeps them: nothing but 0 and 1.
             assert int(gt.view(torch.uint8).max()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_integers_at_every_length_of_a_row(dtype: torch.dtype, bits: str) -> None:
+    """Those that float32 has. All results are exact, or rounded once."""
+    kernel = Kernel(COUNTED.format(dtype=NAMES[dtype], name=bits))
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 19):
+        for length in LENGTHS:
+            shape = rows, length
+            i, j = (torch.randint(-(2**24), 2**24, shape, generator=generator) for _ in range(2))
+            x, one = torch.randn(shape, generator=generator).to(dtype), i[:, -1:].clone()
+            add, mul, eq = kernel([i.int(), j, one, x], [rows, length])
+            assert torch.equal(add, x + i)
+            assert torch.equal(mul, x * j)
+            assert torch.equal(eq, i == one)
 
 
 def arguments(
