@@ -23,7 +23,7 @@ from normpass.passes.hoist import left_outside
 from normpass.passes.inductor_work import theirs
 from normpass.passes.lower import Lowered, NotLowered, lower
 from normpass.passes.noops import remove_noops
-from normpass.passes.profit import Estimate, estimate, has_inner_reduction, refusal
+from normpass.passes.profit import Estimate, estimate, has_inner_reduction, overwritten, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
 from normpass.passes.shrink import MOST_TRIES, Fault, left_out, with_what_feeds_it
@@ -279,6 +279,8 @@ class Judge:
             here = self.conditions(lowered.device)
             reason = refusal(lowered, cost, planned, stock, here, least_bytes=self.least_bytes)
             fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
+            if reason is None and self.least_bytes is None:
+                reason, fault = overwritten(lowered, nodes), Fault()
             if reason is None:
                 attempt.stage = PLANNING
                 reason, fault = self.missing(lowered), Fault(unknown=True)

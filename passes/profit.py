@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from normpass.passes.cost import Calibration, Conditions, Work
     from normpass.passes.lower import Lowered
+    from normpass.passes.region import Buffer
 
 DEVICES = ("cpu", "cuda")
 # Where nothing was measured: smaller regions stay with Inductor, and so do those for whose sake
@@ -142,6 +143,35 @@ def slower(estimate: Estimate, ours: Work, theirs: Work, calibration: Calibratio
         f"more memory: {human(ours.moved)} and {human(ours.again)} within cache, where Inductor "
         f"moves {human(theirs.moved)} and {human(theirs.again)}"
     )
+
+
+def overwritten(lowered: Lowered, nodes: Sequence[Node]) -> str | None:
+    """Why a region stays with Inductor that would have its result beside what it is computed of,
+    where Inductor writes it there; None if it does not. That is so where it reads that once: where
+    no reduction's result meets the domain again.
+
+    Of a cross entropy these are the logits and their gradient, often a model's largest tensors.
+    """
+    region, inside = lowered.region, set(nodes)
+    if has_inner_reduction(lowered):
+        return None
+    results = {_place(output.buffer) for output in region.outputs}
+    for node, buffer in zip(lowered.inputs, region.inputs, strict=True):
+        if _place(buffer) in results and inside.issuperset(node.users) and not _is_callers(node):
+            return f"more memory: {human(nbytes(node))}, where Inductor writes over what it reads"
+    return None
+
+
+def _place(buffer: Buffer) -> tuple[object, ...]:
+    """How a tensor lies in memory, whatever its dimensions are joined to."""
+    return buffer.dtype, tuple(axis for dim in buffer.dims for axis in dim), buffer.strides
+
+
+def _is_callers(node: Node) -> bool:
+    """Whether a tensor is of those that a graph is called with, which AOTAutograd names so: what a
+    forward has saved is the backward's own.
+    """
+    return node.op == "placeholder" and node.name.startswith(("primals", "tangents", "arg"))
 
 
 def too_small(size: int, enough: float | None) -> str:

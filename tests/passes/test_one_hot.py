@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from refusals import CONDITIONS
 from tracing import trace
 
 from normpass.backend.run.op import region_op
 from normpass.passes.one_hot import EXACT, are_positions
-from normpass.passes.pipeline import Fused, fuse_graph
+from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
 from normpass.passes.region import Region, parse
 
 if TYPE_CHECKING:
@@ -120,6 +121,31 @@ def test_what_is_not_finite_stays_so() -> None:
     graph.recompile()
     found, exact = graph(x, index()), gradient(x.double(), index())
     torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_what_inductor_writes_over_its_argument_stays_with_it() -> None:
+    """The logits of a layer and their gradient are one tensor there; the caller's are not."""
+    rows, words = 512, 4096
+    logits, i = torch.randn(rows, words), torch.randint(words, (rows, 1))
+
+    def of_logits(x: Tensor, i: Tensor) -> Tensor:
+        g = torch.where(torch.arange(words) == i, -1.0, 0.0)
+        return g - x.exp() * g.sum(-1, keepdim=True)
+
+    def of_a_layer(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        return of_logits(x @ w, i)
+
+    def decide(f: Callable[..., Tensor], *inputs: Tensor) -> Decision:
+        graph = trace(f, *inputs).graph
+        for node in graph.find_nodes(op="placeholder"):
+            node.name = f"primals_{node.name}"
+        (decision,) = fuse_graph(graph, region_op, conditions=lambda device: CONDITIONS)
+        return decision
+
+    assert isinstance(decide(of_logits, logits, i), Fused)
+    refused = decide(of_a_layer, torch.randn(rows, 8), torch.randn(8, words), i)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "more memory: 8.39 MB, where Inductor writes over what it reads"
 
 
 def shifted(x: Tensor, i: Tensor) -> Tensor:
