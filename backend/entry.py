@@ -30,6 +30,7 @@ from normpass.backend import higher_order, inductor_mistakes
 from normpass.backend.explain import dump, record
 from normpass.backend.higher_order.inside import rules_if_asked_for
 from normpass.backend.inductor import gemm, image_gradients, inductor_call, rest
+from normpass.backend.inductor.donated import donated
 from normpass.backend.inductor.memory_format import as_expected
 from normpass.backend.inductor.mutated import constant_inputs
 from normpass.backend.options import Options
@@ -49,9 +50,9 @@ from normpass.passes import faults, saved
 from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
-    from torch.fx import Graph, GraphModule
+    from torch.fx import Graph, GraphModule, Node
 
     from normpass.passes.cost import Work
     from normpass.passes.lower import Lowered
@@ -253,6 +254,7 @@ class FusionPass(_Pass):
             conditions=conditions_of,
             missing=self._missing,
             rounded=self.settings.inner == "inductor" and inductor_call.rounds_everywhere(),
+            donated=self._donated(graph),
         )
         if self.settings.inner == "inductor":
             inductor_call.install()
@@ -273,6 +275,13 @@ class FusionPass(_Pass):
             ):
                 return as_expected(graph)
         return lambda lowered: lowered
+
+    def _donated(self, graph: Graph) -> Container[Node]:
+        """What Inductor may write over of a graph's inputs."""
+        if self.settings.inner == "inductor":
+            with faults.survived("telling donated tensors", "a graph", "None is taken for one"):
+                return donated(graph)
+        return ()
 
     def _missing(self, lowered: Lowered) -> str | None:
         """Why there is no kernel for a region, or None."""

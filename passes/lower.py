@@ -14,7 +14,7 @@ from torch.fx import Node
 from normpass.passes.axis_names import LOCAL_NAMES, name_axes, reduced_axes
 from normpass.passes.domain import NotExpressible, extent_of, step_of
 from normpass.passes.escapes import outputs_of
-from normpass.passes.one_hot import INTEGERS, are_positions, holds_integers, is_count
+from normpass.passes.one_hot import INTEGERS, are_positions, holds_integers, is_iota
 from normpass.passes.region import Arg, Axis, Buffer, Output, Region, Stride, verify
 from normpass.passes.vocabulary import (
     ADDITIONS,
@@ -46,7 +46,7 @@ class Lowered:
     inputs, outputs: nodes, in the order of the region's; an input of another dtype is converted.
     sizes: the expressions of its run-time sizes, in order.
     repeated: (node, output) for nodes whose result is that of an output.
-    has_picked: whether a reduction came to what stands at one position.
+    has_one_hot_sum: whether what is zero but at one position was summed without adding up.
     """
 
     region: Region
@@ -54,7 +54,7 @@ class Lowered:
     outputs: tuple[Node, ...]
     sizes: tuple[sympy.Expr, ...]
     repeated: tuple[tuple[Node, Node], ...] = ()
-    has_picked: bool = False
+    has_one_hot_sum: bool = False
 
     @property
     def device(self) -> str:
@@ -140,7 +140,7 @@ class _Lowering:
             tuple(outputs),
             sizes,
             tuple(repeated),
-            self.writer.has_picked,
+            self.writer.has_one_hot_sum,
         )
 
     def as_read(self, node: Node) -> Node:
@@ -254,7 +254,7 @@ class _Lowering:
         buffer = self.buffer(name, node, DTYPES | INTEGERS)
         if are_positions(node):
             self.writer.positions.add(name)
-            if is_count(node):  # half as long to read, for every row
+            if is_iota(node):  # half as long to read, for every row
                 buffer = replace(buffer, dtype=torch.int32)
         return buffer
 

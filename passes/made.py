@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from normpass.passes.vocabulary import IDENTITY, VIEWS, Kind, kind_of
+from normpass.passes.vocabulary import IDENTITY, VIEWS, Kind, kind_of, without_views
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -23,8 +23,7 @@ class Sources(NamedTuple):
 
 def only_computed_for(node: Node, inside: Container[Node]) -> bool:
     """Whether a region's input is pointwise and needed by nothing that would have it in memory."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
+    node = without_views(node)
     return is_loop(node) and all(_reads_in_a_loop(user, inside) for user in node.users)
 
 
@@ -45,8 +44,7 @@ def is_truth(node: Node) -> bool:
 
 def sharers(node: Node, inside: Container[Node]) -> int:
     """How many need a region's input in memory, if all that read it are regions."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
+    node = without_views(node)
     return 1 + sum(user not in inside for user in _readers(node))
 
 

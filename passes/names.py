@@ -18,7 +18,7 @@ from normpass.passes.vocabulary import Kind, kind_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch.fx import Node
+    from torch.fx import Graph, Node
 
 # Ops that say by themselves what was computed.
 NORM_OPS = re.compile(
@@ -39,6 +39,11 @@ def phase(nodes: Sequence[Node]) -> str:
     """
     reductions = [node for node in nodes if kind_of(node) is Kind.REDUCTION]
     return "backward" if any(_is_backward(node) for node in reductions) else "forward"
+
+
+def is_backward(graph: Graph) -> bool:
+    """Whether this is a graph that AOTAutograd made for a backward: it takes tangents."""
+    return any("tangents" in node.name for node in graph.nodes if node.op == "placeholder")
 
 
 def _is_backward(node: Node) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.passes.vocabulary import VIEWS
+from normpass.passes.vocabulary import without_views
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -41,16 +41,15 @@ def holds_integers(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in INTEGERS
 
 
-def is_count(node: Node) -> bool:
-    """Whether this is what positions are made of, in memory as it stands."""
+def is_iota(node: Node) -> bool:
+    """Whether these are consecutive integers as Inductor makes them, and no view of such."""
     return node.target is prims.iota.default
 
 
 def are_positions(node: Node) -> bool:
     """Whether these are the numbers from 0 to less than so many, however they are looked at."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    if not is_count(node):
+    node = without_views(node)
+    if not is_iota(node):
         return False
     (length,) = node.args
     steps = node.kwargs.get("start", 0), node.kwargs.get("step", 1)

@@ -30,7 +30,7 @@ from normpass.passes.shrink import MOST_TRIES, Fault, left_out, with_what_feeds_
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from torch.fx import Graph, Node
 
@@ -82,6 +82,7 @@ def fuse_graph(
     conditions: Here = lambda device: None,
     missing: Missing = lambda lowered: None,
     rounded: bool = False,
+    donated: Container[Node] = (),
 ) -> list[Decision]:
     """Fuses every region of a functional ATen graph that pays, in place.
 
@@ -89,13 +90,13 @@ def fuse_graph(
     least_bytes: regions that move less stay as they are; None for the measured default of the
     device. lay_out: the region with its tensors laid out as the backend will have them. kernel:
     what the backend's kernel for a region would do; it raises NotImplementedError where there is
-    none. conditions: of a device, by which that is
-    compared with what Inductor would do; None where nothing was measured. missing: why the backend
-    has none, or None. rounded: whether results in half precision are rounded where they arise, as
-    in eager mode, or only where they are stored.
+    none. conditions: of a device, by which that is compared with what Inductor would do; None where
+    nothing was measured. missing: why the backend has none, or None. rounded: whether results in
+    half precision are rounded where they arise, as in eager mode, or only where they are stored.
+    donated: inputs that Inductor may write over.
     """
     decisions: list[Decision] = []
-    judge = Judge(graph, op, least_bytes, lay_out, kernel, conditions, missing, rounded)
+    judge = Judge(graph, op, least_bytes, lay_out, kernel, conditions, missing, rounded, donated)
     try:
         _fuse_all(graph, judge, decisions)
     except Exception as error:  # a fault of ours, of whatever kind, must not cost a user's run
@@ -250,6 +251,7 @@ class Judge:
     conditions: Here
     missing: Missing
     rounded: bool
+    donated: Container[Node]
 
     def decide(self, grown: Grown, attempt: Attempt) -> Decision | None:
         """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
@@ -264,7 +266,7 @@ class Judge:
         try:
             attempt.stage = "lowering"
             lowered = lower(label[0], nodes, grown.domain, rounded=self.rounded)
-            if not (lowered.has_picked or has_inner_reduction(lowered)):
+            if not (lowered.has_one_hot_sum or has_inner_reduction(lowered)):
                 return None
             attempt.stage = "laying out its tensors"
             lowered = self.lay_out(lowered)
@@ -280,7 +282,7 @@ class Judge:
             reason = refusal(lowered, cost, planned, stock, here, least_bytes=self.least_bytes)
             fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
             if reason is None and self.least_bytes is None:
-                reason, fault = overwritten(lowered, nodes), Fault()
+                reason, fault = overwritten(lowered, nodes, self.donated), Fault()
             if reason is None:
                 attempt.stage = PLANNING
                 reason, fault = self.missing(lowered), Fault(unknown=True)

@@ -12,10 +12,10 @@ from normpass.passes.cost import parts, seconds
 from normpass.passes.made import is_truth, only_computed_for, sharers, sources
 from normpass.passes.rewrite import locate
 from normpass.passes.sizes import elements, hint, human, nbytes
-from normpass.passes.vocabulary import Kind, kind_of, step_of_sum
+from normpass.passes.vocabulary import Kind, kind_of, step_of_sum, without_views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch.fx import Node
 
@@ -145,19 +145,22 @@ def slower(estimate: Estimate, ours: Work, theirs: Work, calibration: Calibratio
     )
 
 
-def overwritten(lowered: Lowered, nodes: Sequence[Node]) -> str | None:
+def overwritten(lowered: Lowered, nodes: Sequence[Node], donated: Container[Node]) -> str | None:
     """Why a region stays with Inductor that would have its result beside what it is computed of,
     where Inductor writes it there; None if it does not. That is so where it reads that once: where
     no reduction's result meets the domain again.
 
     Of a cross entropy these are the logits and their gradient, often a model's largest tensors.
+    donated: inputs of the graph that Inductor may write over.
     """
     region, inside = lowered.region, set(nodes)
     if has_inner_reduction(lowered):
         return None
     results = {_place(output.buffer) for output in region.outputs}
     for node, buffer in zip(lowered.inputs, region.inputs, strict=True):
-        if _place(buffer) in results and inside.issuperset(node.users) and not _is_callers(node):
+        base = without_views(node)
+        is_free = base.op == "call_function" or base in donated
+        if is_free and _place(buffer) in results and sharers(node, inside) == 1:
             return f"more memory: {human(nbytes(node))}, where Inductor writes over what it reads"
     return None
 
@@ -165,13 +168,6 @@ def overwritten(lowered: Lowered, nodes: Sequence[Node]) -> str | None:
 def _place(buffer: Buffer) -> tuple[object, ...]:
     """How a tensor lies in memory, whatever its dimensions are joined to."""
     return buffer.dtype, tuple(axis for dim in buffer.dims for axis in dim), buffer.strides
-
-
-def _is_callers(node: Node) -> bool:
-    """Whether a tensor is of those that a graph is called with, which AOTAutograd names so: what a
-    forward has saved is the backward's own.
-    """
-    return node.op == "placeholder" and node.name.startswith(("primals", "tangents", "arg"))
 
 
 def too_small(size: int, enough: float | None) -> str:

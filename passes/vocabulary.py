@@ -246,6 +246,13 @@ def kind_of(node: Node) -> Kind:
     return Kind.OTHER
 
 
+def without_views(node: Node) -> Node:
+    """The tensor that a view shows; any other node itself."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def reduced_dims(node: Node) -> tuple[frozenset[int], bool]:
     """A reduction's dimensions, counted from the first, and whether they stay with size one."""
     rank = len(node.all_input_nodes[0].meta["val"].shape)

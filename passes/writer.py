@@ -4,6 +4,7 @@ change along an axis is not added up along it.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -23,8 +24,8 @@ class OpWriter:
     """The ops of one region, in the order in which they are written.
 
     axis_names: of the domain's axes. varies: the axes that each value varies over. positions: the
-    values that are the numbers of positions along an axis. has_picked: whether a sum came to what
-    stands at one of them.
+    values that are the numbers of positions along an axis. has_one_hot_sum: whether something was
+    added up that is zero but at one of them, and so without a sum.
     """
 
     def __init__(self, domain: Domain, axis_names: Mapping[int, str]) -> None:
@@ -34,7 +35,7 @@ class OpWriter:
         self.varies: dict[str, frozenset[int]] = {}
         self.used: dict[str, int] = {}
         self.positions: set[str] = set()
-        self.has_picked = False
+        self.has_one_hot_sum = False
 
     def fresh(self, stem: str) -> str:
         """A name that no value has yet."""
@@ -83,16 +84,16 @@ class OpWriter:
         constant = self.constant(value, axes)
         assert not (constant and fn == "prod"), "a product of equal factors is not written"
         changing = tuple(axis for axis in axes if axis not in constant)
-        picked = self.picked(value, *changing) if fn == "sum" and len(changing) == 1 else None
-        if picked is not None:
-            value, self.has_picked = picked, True
+        one_hot = self.one_hot_sum(value, *changing) if fn == "sum" and len(changing) == 1 else None
+        if one_hot is not None:
+            value, self.has_one_hot_sum = one_hot, True
         elif changing:
             value = self.emit(fn, value, axes=changing)
         if constant and fn == "sum":
             value = self.emit("mul", value, self.count(constant))
         return value
 
-    def picked(self, value: Arg, axis: int) -> Arg | None:
+    def one_hot_sum(self, value: Arg, axis: int) -> Arg | None:
         """What a value adds up to that is zero but at one position along an axis; None if it is not
         written so.
         """
@@ -101,8 +102,12 @@ class OpWriter:
             return None
         if op.fn == "mul":
             for one, other in (op.args, reversed(op.args)):
-                if self.constant(one, [axis]) and (sum_ := self.picked(other, axis)) is not None:
-                    return self.emit("mul", sum_, one)
+                if self.constant(one, [axis]) and (sum_ := self.one_hot_sum(other, axis)):
+                    product = self.emit("mul", sum_, one)
+                    if isinstance(one, float) and math.isfinite(one):
+                        return product
+                    # At every other position: NaN, where it is not finite.
+                    return self.emit("add", product, self.emit("mul", one, 0.0))
         if op.fn == "where":
             where, there, elsewhere = op.args
             position = self.compared(where, axis)

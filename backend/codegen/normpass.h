@@ -164,6 +164,10 @@ inline Vectorized<T> load(const S* p, L lanes) {
   if constexpr (is_truth<T, S> && is_all<L>)
     return from_truth(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #endif
+#if !defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, int32_t> && is_all<L>)
+    return at::vec::convert<float>(Vectorized<int32_t>::loadu(p));
+#endif
   if constexpr (std::is_same_v<S, T> && is_all<L>) {
     return V::loadu(p);
   } else if constexpr (std::is_same_v<S, T> && std::is_same_v<L, int>) {

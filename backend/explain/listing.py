@@ -44,11 +44,6 @@ def listing(graph: Graph) -> tuple[Line, ...]:
     return tuple(_line(node, node in inner) for node in graph.nodes)
 
 
-def is_backward(graph: Graph) -> bool:
-    """Whether this is a graph that AOTAutograd made for a backward: it takes tangents."""
-    return any("tangents" in node.name for node in graph.nodes if node.op == "placeholder")
-
-
 def _line(node: Node, inner: bool) -> Line:
     value = node.meta.get("val")
     kind = f": {_type(value)}" if value is not None else ""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch._dynamo.utils import counters
 from torch._logging._internal import trace_structured
 
-from normpass.backend.explain.listing import Line, is_backward, listing
+from normpass.backend.explain.listing import Line, listing
+from normpass.passes.names import is_backward
 from normpass.passes.pipeline import Decision, Fused
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from compiled import compile_fused, no_recompiles
 from torch.nn import functional as F
 
 from normpass.backend.explain import record
-from normpass.passes.pipeline import Fused
+from normpass.passes.pipeline import Fused, Refused
 from normpass.passes.region import Region, parse
 
 if TYPE_CHECKING:
@@ -102,15 +102,54 @@ def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def test_any_number_of_rows() -> None:
-    compiled = compile_fused(loss, dynamic=True)
-    gradient(compiled, *batch(8, torch.float32))
+    compiled = compile_fused(loss, dynamic=None)
+
+    def found(rows: int) -> Tensor:
+        logits, words = batch(rows, torch.float32)
+        torch._dynamo.mark_dynamic(logits, 0)
+        torch._dynamo.mark_dynamic(words, 0)
+        return gradient(compiled, logits, words)
+
+    with record.listen() as heard:
+        found(8)
+    assert not any(op.is_reduction for op in backward_region(heard).ops)
     with no_recompiles():
         for rows in (5, 41):
-            logits, words = batch(rows, torch.float32)
-            right = logits.detach().double().requires_grad_()
-            oracles.assert_no_less_accurate(
-                gradient(compiled, logits, words),
-                gradient(loss, logits, words),
-                gradient(exact_loss, right, words),
-                f"{rows} rows",
-            )
+            check_gradient(found(rows), rows)
+
+
+def test_any_number_of_words() -> None:
+    """Which no number of positions is known of, so that Inductor has the gradient."""
+    compiled = compile_fused(loss, dynamic=True)
+    check_gradient(gradient(compiled, *batch(8, torch.float32)), 8)
+
+
+def check_gradient(ours: Tensor, rows: int) -> None:
+    logits, words = batch(rows, torch.float32)
+    right = logits.detach().double().requires_grad_()
+    oracles.assert_no_less_accurate(
+        ours, gradient(loss, logits, words), gradient(exact_loss, right, words), f"{rows} rows"
+    )
+
+
+def test_logits_that_the_caller_gets_are_not_written_over() -> None:
+    """Inductor writes the gradient over logits that nobody else has; where the forward returns
+    them, it cannot, and the gradient is ours.
+    """
+    states = torch.randn(1024, 8, requires_grad=True)
+    layer, words = torch.nn.Linear(8, 8192, bias=False), torch.randint(8192, (1024,))
+
+    def forward(states: Tensor, words: Tensor, *, returned: bool) -> tuple[Tensor, ...]:
+        logits = layer(states)
+        loss = F.cross_entropy(logits, words)
+        return (loss, logits) if returned else (loss,)
+
+    for returned in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(forward, backend="normpass", fullgraph=True)
+        with record.listen() as heard:
+            compiled(states, words, returned=returned)[0].backward()
+        (decision,) = (d for d in heard if d.phase == "backward")
+        assert isinstance(decision, Fused) is returned, decision
+        if isinstance(decision, Refused):
+            assert "where Inductor writes over what it reads" in decision.reason

@@ -123,29 +123,95 @@ def test_what_is_not_finite_stays_so() -> None:
     torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def test_what_inductor_writes_over_its_argument_stays_with_it() -> None:
-    """The logits of a layer and their gradient are one tensor there; the caller's are not."""
-    rows, words = 512, 4096
-    logits, i = torch.randn(rows, words), torch.randint(words, (rows, 1))
+ROWS, WORDS = 512, 4096
+LOGITS, WORD = torch.randn(ROWS, WORDS), torch.randint(WORDS, (ROWS, 1))
+FACTORS = torch.randn(ROWS, 8), torch.randn(8, WORDS)
 
-    def of_logits(x: Tensor, i: Tensor) -> Tensor:
-        g = torch.where(torch.arange(words) == i, -1.0, 0.0)
-        return g - x.exp() * g.sum(-1, keepdim=True)
 
-    def of_a_layer(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
-        return of_logits(x @ w, i)
+def of_logits(x: Tensor, i: Tensor) -> Tensor:
+    g = torch.where(torch.arange(WORDS) == i, -1.0, 0.0)
+    return g - x.exp() * g.sum(-1, keepdim=True)
 
-    def decide(f: Callable[..., Tensor], *inputs: Tensor) -> Decision:
-        graph = trace(f, *inputs).graph
-        for node in graph.find_nodes(op="placeholder"):
-            node.name = f"primals_{node.name}"
-        (decision,) = fuse_graph(graph, region_op, conditions=lambda device: CONDITIONS)
-        return decision
 
-    assert isinstance(decide(of_logits, logits, i), Fused)
-    refused = decide(of_a_layer, torch.randn(rows, 8), torch.randn(8, words), i)
+def of_a_layer(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
+    return of_logits(x @ w, i)
+
+
+def in_other_dimensions(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
+    return of_logits(x @ w, i).view(4, -1, WORDS)
+
+
+def with_the_gradient_of_a_bias(x: Tensor, w: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+    g = of_logits(x @ w, i)
+    return g, g.sum(0)
+
+
+def that_are_needed(x: Tensor, w: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+    logits = x @ w
+    return of_logits(logits, i), logits.cumsum(0)
+
+
+def that_are_needed_as_a_view(x: Tensor, w: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+    logits = x @ w
+    return of_logits(logits, i), logits.view(-1)
+
+
+def in_less_precision(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
+    return of_logits(x @ w, i).bfloat16()
+
+
+def decision(f: Callable[..., Any], *inputs: Tensor, donated: bool = False) -> Decision:
+    """Where nothing is asked for."""
+    graph = trace(f, *inputs).graph
+    own = set(graph.find_nodes(op="placeholder")) if donated else set()
+    (found,) = fuse_graph(graph, region_op, conditions=lambda device: CONDITIONS, donated=own)
+    return found
+
+
+OVER = "more memory: 8.39 MB, where Inductor writes over what it reads"
+
+
+@pytest.mark.parametrize(
+    "f", [of_a_layer, in_other_dimensions, with_the_gradient_of_a_bias], ids=lambda f: f.__name__
+)
+def test_logits_that_inductor_writes_over_stay_with_it(f: Callable[..., Any]) -> None:
+    refused = decision(f, *FACTORS, WORD)
     assert isinstance(refused, Refused)
-    assert refused.reason == "more memory: 8.39 MB, where Inductor writes over what it reads"
+    assert refused.reason == OVER
+
+
+@pytest.mark.parametrize(
+    "f",
+    [that_are_needed, that_are_needed_as_a_view, in_less_precision],
+    ids=lambda f: f.__name__,
+)
+def test_logits_that_it_cannot_write_over_do_not(f: Callable[..., Any]) -> None:
+    assert isinstance(decision(f, *FACTORS, WORD), Fused)
+
+
+def test_inputs_are_written_over_if_they_are_donated() -> None:
+    assert isinstance(decision(of_logits, LOGITS, WORD), Fused)
+    refused = decision(of_logits, LOGITS, WORD, donated=True)
+    assert isinstance(refused, Refused)
+    assert refused.reason == OVER
+
+
+def test_a_factor_that_is_not_finite_counts_at_every_position() -> None:
+    """Zero times infinity is NaN, so that a sum over one position is NaN as well."""
+    scale = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0, 0.0, 2.0] * 2)[: len(X), None]
+
+    def f(x: Tensor, i: Tensor, scale: Tensor) -> Tensor:
+        g = torch.where(torch.arange(WIDTH) == i, x[:, :1], 0.0) * scale
+        return x - x.exp() * g.sum(-1, keepdim=True)
+
+    graph = trace(f, X, index(), scale)
+    (fused,) = fuse_graph(graph.graph, region_op, least_bytes=0)
+    assert isinstance(fused, Fused)
+    assert "sum[" not in fused.text
+    graph.recompile()
+    exact = f(X.double(), index(), scale.double()).float()
+    found = graph(X, index(), scale)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def shifted(x: Tensor, i: Tensor) -> Tensor:
