@@ -201,8 +201,9 @@ def test_a_factor_that_is_not_finite_counts_at_every_position() -> None:
     scale = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0, 0.0, 2.0] * 2)[: len(X), None]
 
     def f(x: Tensor, i: Tensor, scale: Tensor) -> Tensor:
-        g = torch.where(torch.arange(WIDTH) == i, x[:, :1], 0.0) * scale
-        return x - x.exp() * g.sum(-1, keepdim=True)
+        here = torch.arange(WIDTH) == i
+        g = torch.where(here, x[:, :1], 0.0) * scale
+        return torch.where(here, x, x.exp() * g.sum(-1, keepdim=True))
 
     graph = trace(f, X, index(), scale)
     (fused,) = fuse_graph(graph.graph, region_op, least_bytes=0)
