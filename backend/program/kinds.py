@@ -162,7 +162,8 @@ class _Kinds:
     def following(self, loop: Loop, around: Around, kind: Kind | None) -> Following | None:
         """What the last pass of a loop's body should ask for: rows are read in a first pass and
         once more from cache in a last one, which leaves memory idle. Also what the only pass over
-        short pieces should, if these lie apart: no machine guesses where the next one begins.
+        pieces should, if these lie apart (no machine guesses where the next one begins) and are
+        short enough to be in cache still when they are gone through.
         """
         vector, axis = self.plan.vector, loop.axis
         passes = [node for node in loop.body if isinstance(node, Loop)]
@@ -172,7 +173,8 @@ class _Kinds:
             if len(passes) > 1:
                 distance = None if isinstance(kind, Abreast) else PREFETCH_ROWS
                 return Following(axis, around.outer, distance)
-            return Following(axis, around.outer, 1) if self.lies_apart(loop, around) else None
+            apart = self.bytes(passes[-1]) <= NEARBY and self.lies_apart(loop, around)
+            return Following(axis, around.outer, 1) if apart else None
         nearby = self.bytes(passes[-1]) <= NEARBY
         return Following(axis, None, 1) if len(passes) > 1 and nearby else None
 
