@@ -48,6 +48,7 @@ from normpass.decomps.activation import (
 from normpass.decomps.activation.inductor_state import as_tuple
 from normpass.passes import faults, saved
 from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
+from normpass.passes.rewrite import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
@@ -338,7 +339,8 @@ def _missing(lowered: Lowered) -> str | None:
     if lowered.device == "cpu" and (missing := toolchain.missing_compiler()):
         return missing
     try:
-        print_for(str(lowered.region), lowered.device)
+        sizes = examples(lowered.sizes, lowered.inputs)
+        print_for(str(lowered.region), sizes, lowered.device)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -348,7 +350,7 @@ def _start(decisions: Sequence[Decision]) -> None:
     """Begins to compile the kernels of a graph that nothing lowers."""
     for decision in decisions:
         if isinstance(decision, Fused) and decision.device == "cpu":
-            kernel(decision.text)
+            kernel(decision.text, decision.sizes)
 
 
 def source_digest() -> str:

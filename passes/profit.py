@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from normpass.passes.cost import parts, seconds
 from normpass.passes.made import is_truth, only_computed_for, sharers, sources
-from normpass.passes.rewrite import locate
-from normpass.passes.sizes import elements, hint, human, nbytes
+from normpass.passes.rewrite import examples
+from normpass.passes.sizes import elements, human, nbytes
 from normpass.passes.vocabulary import Kind, kind_of, step_of_sum, without_views
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ class Estimate:
 def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     """The estimate of a region that stands for these nodes."""
     least = sum(nbytes(node) for node in (*lowered.inputs, *lowered.outputs))
-    measures = [locate(size, lowered.inputs) for size in lowered.sizes]
-    sizes = tuple(hint(measure.value) // measure.divisor for measure in measures)
+    sizes = examples(lowered.sizes, lowered.inputs)
     inside = set(nodes)
     made = [x for x in lowered.inputs if only_computed_for(x, inside)]
     of = {node for x in made for node in sources(x, inside).read}

@@ -13,6 +13,7 @@ import sympy
 import torch
 
 from normpass.passes.domain import extent_of, step_of
+from normpass.passes.sizes import hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -162,6 +163,16 @@ def locate(size: sympy.Expr, inputs: Sequence[Node]) -> Measure:
                 if quotient.is_Integer and quotient > 0:
                     return Measure(node, value, op, dim, int(quotient))
     raise SizeUnknown(size)
+
+
+def examples(sizes: Sequence[sympy.Expr], inputs: Sequence[Node]) -> tuple[int, ...]:
+    """A region's run-time sizes in the example that the graph was traced with.
+
+    Raises:
+        SizeUnknown: if one of them can be read nowhere.
+    """
+    measures = [locate(size, inputs) for size in sizes]
+    return tuple(hint(measure.value) // measure.divisor for measure in measures)
 
 
 def _read(graph: Graph, measure: Measure) -> Node:

@@ -59,4 +59,4 @@ def run_in_child(text: str, x: torch.Tensor) -> torch.Tensor:
     from normpass.backend.run import runtime
 
     torch.set_num_threads(1)
-    return runtime.kernel(text)([x], [len(x)])[0]
+    return runtime.launch([x], [len(x)], text)[0]

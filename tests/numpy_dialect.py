@@ -16,6 +16,7 @@ from normpass.backend.program.machine import Blocking
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.pointwise import POINTWISE, truth_values
 from normpass.backend.program.reductions import REDUCTIONS
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.program.tree import (
     Accumulate,
     Begin,
@@ -77,7 +78,7 @@ class _Printer:
         for k, name in enumerate(region.runtime_sizes):
             self.line(1, f"{sympy.Symbol(name)} = sizes[{k}]")
         for axis in self.plan.axes:
-            self.line(1, f"n_{axis.name} = {axis.extent}")
+            self.line(1, f"n_{axis.name} = {axis.extent}".replace("/", "//"))
         for keep in walk(*self.plan.body):
             if isinstance(keep, Keep):
                 array = self.array(keep.value, keep.axes)
@@ -163,7 +164,7 @@ def run(
 ) -> list[torch.Tensor]:
     """A region's outputs, by the printed loops of its program."""
     names: dict[str, Any] = {"np": np, "pointwise": pointwise, "COMBINE": COMBINE}
-    exec(generate(make_plan(region, machine)), names)
+    exec(generate(make_plan(region, machine, size_classes(sizes))), names)
     extents = region.extents(sizes)
     outputs = [
         torch.empty_strided(

@@ -247,13 +247,15 @@ def make_inputs(case: Case, region: Region, extents: Mapping[str, int]) -> dict[
 def check(case: Case, tiling: Tiling | None, device: str) -> None:
     """Raises AssertionError if a region's outputs are further from the oracle than they may be."""
     from normpass.backend.program.machine import GPU
+    from normpass.backend.program.sizes import size_classes
     from normpass.backend.run.launch_triton import TritonKernel
     from normpass.passes.region import parse
 
     region = parse(case.text)
-    kernel = TritonKernel(region, replace(GPU, tiling=tiling) if tiling else GPU)
+    machine = replace(GPU, tiling=tiling) if tiling else GPU
     # Streaming takes many small steps, which the interpreter is slow at.
     for sizes in case.sizes if tiling is None or "f32" in case.name else case.sizes[:1]:
+        kernel = TritonKernel(region, machine, size_classes(sizes))
         extents = region.extents(sizes)
         inputs = make_inputs(case, region, extents)
         found = kernel([tensor.to(device) for tensor in inputs.values()], sizes)
@@ -290,6 +292,7 @@ def check_random(examples: int) -> None:
     from hypothesis import strategies as st
 
     from normpass.backend.program.machine import GPU, Tiling
+    from normpass.backend.program.sizes import size_classes
     from normpass.backend.run.launch_triton import TritonKernel
 
     sizes_of_blocks = st.sampled_from(
@@ -308,11 +311,12 @@ def check_random(examples: int) -> None:
         database=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
-    @given(random_regions.cases(), sizes_of_blocks)
-    def agree(case: random_regions.Case, tiling: Tiling) -> None:
-        kernel = TritonKernel(case.region, replace(GPU, tiling=tiling))
+    @given(random_regions.cases(), sizes_of_blocks, st.booleans())
+    def agree(case: random_regions.Case, tiling: Tiling, known: bool) -> None:
         for extents in case.extents:
             sizes = case.sizes(extents)
+            classes = size_classes(sizes) if known else ()
+            kernel = TritonKernel(case.region, replace(GPU, tiling=tiling), classes)
             inputs = random_regions.tensors(case, extents)
             expected = bounded.evaluate(case.region, inputs, sizes)
             found = kernel(inputs, sizes)

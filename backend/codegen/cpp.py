@@ -71,7 +71,7 @@ class _Printer(LoopPrinter):
             self.line(f"const int64_t n_{name} = sizes[{k}];")
         for axis in self.plan.axes:
             if axis.extent.is_number:
-                self.line(f"constexpr int64_t n_{axis.name} = {axis.extent};")
+                self.line(f"constexpr int64_t {self.extent(axis)} = {axis.extent};")
             elif axis.name not in self.region.runtime_sizes:
                 self.line(f"const int64_t n_{axis.name} = {index_expression(axis.extent)};")
 
@@ -146,7 +146,7 @@ class _Printer(LoopPrinter):
             workers = "omp_get_num_threads()" if node.parallel else "1"
             unit = ", Vec::size()" if isinstance(node.kind, Lanes) else ""
             nest = self.divided(node)
-            size = " * ".join(f"n_{loop.axis.name}" for loop in nest)
+            size = " * ".join(self.extent(loop.axis) for loop in nest)
             self.line(f"const Share mine = share({size}, {workers}, worker{unit});")
             private_arrays = [
                 name for name, keep in kept.items() if node.parallel and not keep.shared
@@ -187,7 +187,7 @@ class _Printer(LoopPrinter):
             return
         if sums:
             self.line("int64_t fresh = 0;")
-        extents = ", ".join(f"n_{loop.axis.name}" for loop in nest)
+        extents = ", ".join(self.extent(loop.axis) for loop in nest)
         with self.block(f"for (Runs<{len(nest)}> run({{{extents}}}, mine); run; run.next())"):
             for k, loop in enumerate(outer):
                 self.line(f"const int64_t {loop.axis.name} = run.at[{k}];")

@@ -118,7 +118,7 @@ class LoopPrinter(LeafPrinter):
     def inner_loop(self, node: Loop) -> None:
         """One of the loops in a body, all of it."""
         sums = [] if isinstance(node.kind, Lanes) else self.long_arrays(node)
-        self.loop(node, "0", f"n_{node.axis.name}", sums)
+        self.loop(node, "0", self.extent(node.axis), sums)
 
     def run(self, nodes: Sequence[Leaf], *, outlive: bool) -> None:
         """Leaves in a row. Those that differ between rows that go together stand in a loop over

@@ -18,7 +18,7 @@ from normpass.backend.program.tree import Abreast, Jam
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from normpass.backend.program.tree import Accumulator, Plan
+    from normpass.backend.program.tree import Accumulator, LoopAxis, Plan
     from normpass.passes.region import Arg
 
 
@@ -78,6 +78,11 @@ class Names:
             self.line(f"{value}[j] = {expression};")
         else:
             self.line(f"const {self.type_of(value)} {value} = {expression};")
+
+    def extent(self, axis: LoopAxis) -> str:
+        """The name of an extent. That of a block of a run-time size is not the size's."""
+        is_size = axis.blocks is not None and axis.name in self.region.runtime_sizes
+        return f"block_{axis.name}" if is_size else f"n_{axis.name}"
 
     def offset(self, strides: Mapping[str, sympy.Expr]) -> str:
         terms = []

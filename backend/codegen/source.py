@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen import cpp
 from normpass.backend.program.machine import CPU, GPU
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes
 from normpass.passes.region import parse
 
 if TYPE_CHECKING:
@@ -25,5 +26,6 @@ def kernel_source(fused: Fused) -> str:
 
 
 def program(fused: Fused) -> Plan:
-    """What is printed."""
-    return make_plan(parse(fused.text), GPU if fused.device == "cuda" else CPU)
+    """What is printed, for the sizes of the example that the graph was traced with."""
+    machine = GPU if fused.device == "cuda" else CPU
+    return make_plan(parse(fused.text), machine, size_classes(fused.sizes))

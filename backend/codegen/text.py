@@ -27,15 +27,18 @@ TYPES = {
 
 
 def index_expression(expression: sympy.Expr) -> str:
-    """A size as C++ or Python text: sums of products of integers and `n_<name>`."""
+    """A size as C++ or Python text: sums of products of integers and `n_<name>`, divided by an
+    integer if need be.
+    """
     expression = sympy.expand(expression)
     terms = []
     for term in sympy.Add.make_args(expression):
+        numerator, divisor = term.as_numer_denom()
         factors = []
-        for factor in sympy.Mul.make_args(term):
+        for factor in sympy.Mul.make_args(numerator):
             base, power = factor.as_base_exp()
             factors += [f"n_{base}" if base.is_Symbol else str(base)] * int(power)
-        terms.append(" * ".join(factors))
+        terms.append(" * ".join(factors) + (f" / {divisor}" if divisor != 1 else ""))
     return " + ".join(terms)
 
 

@@ -74,7 +74,7 @@ class ProgramPrinter(Layout):
         index = self.names.axis[axis.name]
         if self.blocks.size[axis.name] == 1:
             self.line(f"{index} = 0")
-            if axis.extent == 1:
+            if axis.most == 1:
                 return
         wide = ".to(tl.int64)" if self.wide(axis.name) else ""
         if self.blocks.size[axis.name] > 1:

@@ -8,8 +8,9 @@ Code without Python cannot call it at all: AOTInductor packages run in C++ alone
 meant to. Regions stay with Inductor there until kernels can be packaged (`without_python`).
 
 Uses of torch._inductor here (ir.FallbackKernel and MultiOutput, register_lowering, add_import_once,
-config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation, and
-GraphLowering.find_nodes_prefer_channels_last) were checked on torch 2.11, 2.13 and 2.15; where they
+config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation,
+GraphLowering.find_nodes_prefer_channels_last, and the sizes' values in the example,
+sizevars.shape_env.backed_var_to_val) were checked on torch 2.11, 2.13 and 2.15; where they
 are missing, the operator is called as any other.
 """
 
@@ -19,12 +20,15 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import sympy
+
 from normpass.backend.inductor.images import images
 from normpass.backend.inductor.memory_format import Wishes, settled
 from normpass.backend.inductor_mistakes.mistake import wrap
 from normpass.backend.run.op import print_for, region_op
 from normpass.backend.run.runtime import kernel
 from normpass.passes import faults
+from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,15 +83,21 @@ def _settled(
         NotImplementedError: if there is no kernel for that.
     """
     wishes = Wishes(graph.nodes_prefer_channels_last, graph.user_visible_output_strides)
-    new = settled(text, sizes, inputs, graph.current_node, wishes)
-    print_for(new[0], inputs[0].get_device().type)
-    return new
+    new_text, new_sizes = settled(text, sizes, inputs, graph.current_node, wishes)
+    print_for(new_text, _examples(new_sizes, graph), inputs[0].get_device().type)
+    return new_text, new_sizes
 
 
-def _start(text: str, device: str) -> None:
+def _examples(sizes: Sequence[Any], graph: Any) -> tuple[int, ...]:
+    """A region's run-time sizes in the example that the graph was traced with."""
+    known = graph.sizevars.shape_env.backed_var_to_val
+    return tuple(expected(sympy.sympify(size).subs(known)) for size in sizes)
+
+
+def _start(text: str, sizes: tuple[int, ...], device: str) -> None:
     """Begins to compile a region's kernel while Inductor goes on."""
     if device == "cpu":
-        kernel(text)
+        kernel(text, sizes)
 
 
 def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -151,7 +161,7 @@ def _install() -> None:
             except NotImplementedError as error:
                 log.info("the tensors of a region are copied: %s", error)
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
-            _start(text, inputs[0].get_device().type)
+            _start(text, _examples(sizes, V.graph), inputs[0].get_device().type)
         results: Any = call.create(region_op, inputs, sizes, text)
         for result in results:
             # They are made as the text says: to ask costs as much as to make them.

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import sympy
 
+from normpass.backend.program.sizes import Sizes, symbol
 from normpass.backend.program.tree import Access, LoopAxis
 from normpass.passes.region import REGROUP, Buffer, Op, Output, Region, product
-from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from normpass.backend.program.machine import Machine
+    from normpass.backend.program.sizes import SizeClass
 
 # A sum over this many elements is added up on its own before it joins others: the price, one number
 # for all lanes, is small then.
@@ -24,16 +25,16 @@ LONG = 512
 
 
 def coalesce(
-    region: Region,
+    region: Region, classes: Sequence[SizeClass] = ()
 ) -> tuple[Region, tuple[LoopAxis, ...], dict[str, Access], dict[str, sympy.Expr]]:
     """Merges axes that are neighbours in every tensor and reduced together: fewer, longer loops.
 
+    classes: those of its run-time sizes, if they are known.
     Returns the region over the merged axes, those, how each tensor is addressed (outputs under the
     name of their buffer), and what each `numel` value is.
     """
-    symbols = {
-        name: sympy.Symbol(name, integer=True, positive=True) for name in region.runtime_sizes
-    }
+    symbols = {name: symbol(name) for name in region.runtime_sizes}
+    sizes = Sizes.of(region, classes)
     extent = {a.name: sympy.sympify(symbols.get(a.name, a.extent)) for a in region.axes}
     buffers = [*region.inputs, *(output.buffer for output in region.outputs)]
     strides = {buffer.name: _axis_strides(buffer, extent, symbols) for buffer in buffers}
@@ -63,8 +64,11 @@ def coalesce(
                 del step[outer]
                 step[both] = step.pop(inner)
         groups = [_merge(group, outer, inner, both) for group in groups]
-    merged = tuple(LoopAxis(name, extent[name], parts) for name, parts in axes.items())
-    accesses = {b.name: Access(b, strides[b.name]) for b in buffers}
+    merged = tuple(
+        LoopAxis(name, extent[name], parts, sizes.most(extent[name]), sizes.divisor(extent[name]))
+        for name, parts in axes.items()
+    )
+    accesses = {b.name: Access(b, strides[b.name], sizes) for b in buffers}
     return _over(region, groups, accesses), merged, accesses, numel
 
 
@@ -179,7 +183,7 @@ def choose_order(
     widest = max(accesses.values(), key=lambda access: len(access.strides))
 
     def stride(axis: LoopAxis) -> int:
-        return expected(widest.strides.get(axis.name, 0))
+        return widest.step(axis.name)
 
     outer = sorted((a for a in axes if a.name not in local), key=stride, reverse=True)
     late = _added_up_last(region, axes, outer, vector, machine)

@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from normpass.passes.region import Buffer
 
 
-def block_size(extent: sympy.Expr, smallest: int, largest: int) -> int | None:
-    """The largest divisor of an extent within limits, if it is known and has one."""
-    if not extent.is_number:
-        return None
-    return max((d for d in sympy.divisors(int(extent)) if smallest <= d <= largest), default=None)
+def block_size(axis: LoopAxis, smallest: int, largest: int) -> int | None:
+    """The largest number within limits that divides an axis' extent; None if none is known to."""
+    return max((d for d in sympy.divisors(axis.multiple) if smallest <= d <= largest), default=None)
 
 
 def row_blocks(
@@ -66,7 +64,7 @@ def row_blocks(
     )
     few = product(axis.hint for axis in rows) < machine.workers
     if few or (added_up and row > blocking.row_bytes):
-        return block_size(lanes.extent, *blocking.row_block)
+        return block_size(lanes, *blocking.row_block)
     return None
 
 
@@ -85,7 +83,7 @@ def column_blocks(
     if blocking is None or lanes.hint > blocking.narrow or vector in local:
         return None
     first = choose_order(region, axes, accesses, vector, machine)[0]
-    size = block_size(first.extent, *blocking.column_block) if local == {first.name} else None
+    size = block_size(first, *blocking.column_block) if local == {first.name} else None
     return (first.name, size) if size else None
 
 
@@ -125,8 +123,15 @@ def in_blocks(
         if axis.name != name:
             return (axis,)
         return (
-            LoopAxis(blocks, axis.extent / size, axis.parts, outermost),
-            LoopAxis(name, sympy.Integer(size), axis.parts, blocks=blocks),
+            LoopAxis(
+                blocks,
+                axis.extent / size,
+                axis.parts,
+                axis.most and axis.most // size,
+                axis.multiple // size,
+                outermost,
+            ),
+            LoopAxis(name, sympy.Integer(size), axis.parts, size, size, blocks=blocks),
         )
 
     region = replace(

@@ -37,12 +37,20 @@ if TYPE_CHECKING:
 
     import sympy
 
-    from normpass.backend.program.tree import Accumulator, Kind, Launch, Leaf, Node, Plan
+    from normpass.backend.program.tree import (
+        Accumulator,
+        Kind,
+        Launch,
+        Leaf,
+        LoopAxis,
+        Node,
+        Plan,
+    )
 
 
 def listing(plan: Plan) -> str:
     """The program, a line for each loop and each node in it."""
-    extents = " ".join(f"{axis.name}={axis.extent}" for axis in plan.axes)
+    extents = " ".join(map(_extent, plan.axes))
     lines = [f"program {plan.region.name}  {extents}, lanes along {plan.vector}"]
     if plan.launches:
         for k, launch in enumerate(plan.launches):
@@ -50,6 +58,11 @@ def listing(plan: Plan) -> str:
     else:
         lines += _nodes(plan.body)
     return "\n".join(lines)
+
+
+def _extent(axis: LoopAxis) -> str:
+    known = f"<={axis.most}" if axis.most is not None and not axis.extent.is_number else ""
+    return f"{axis.name}={axis.extent}{known}"
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from normpass.backend.program.tree import Compute, Load, Loop, Recall, Store, walk
-from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from normpass.backend.program.tree import Access, LoopAxis, Node, Plan
@@ -89,7 +88,7 @@ def _accesses(loop: Loop) -> list[Access]:
 def _step(axis: LoopAxis, loop: Loop) -> int:
     """Elements from one step along an axis to the next, of what has most axes."""
     widest = max(_accesses(loop), key=lambda access: len(access.strides), default=None)
-    return expected(widest.strides.get(axis.name, 0)) if widest else 0
+    return widest.step(axis.name) if widest else 0
 
 
 def _indifferent(axes: list[LoopAxis], loop: Loop, between: list[Load | Compute]) -> bool:

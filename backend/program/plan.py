@@ -33,18 +33,23 @@ from normpass.backend.program.variances import variances_in_blocks
 from normpass.backend.program.verify import verified
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from normpass.backend.program.sizes import SizeClass
     from normpass.passes.region import Region
 
 
 @lru_cache(maxsize=128)  # a region is weighed, printed and explained by the same plan
-def make_plan(region: Region, machine: Machine = CPU) -> Plan:
-    """The plan of a region, from its text and the kind of machine alone: everywhere the same. The
-    only place where the order of its passes exists.
+def make_plan(region: Region, machine: Machine = CPU, classes: tuple[SizeClass, ...] = ()) -> Plan:
+    """The plan of a region, from its text, the kind of machine and the classes of run-time sizes
+    alone: everywhere the same. The only place where the order of its passes exists.
+
+    classes: in the order of the sizes; empty for a plan that knows nothing of them.
 
     Raises:
         UnsupportedPlanError: if launches cannot be made of it.
     """
-    plan = verified(placed(region, machine), "placing")
+    plan = verified(placed(region, machine, classes), "placing")
     if machine.has_vectors:
         plan = verified(with_nests(plan), "nests")
         plan = verified(with_rows_together(plan), "rows")
@@ -56,9 +61,9 @@ def make_plan(region: Region, machine: Machine = CPU) -> Plan:
     return plan
 
 
-def placed(region: Region, machine: Machine) -> Plan:
+def placed(region: Region, machine: Machine, classes: Sequence[SizeClass] = ()) -> Plan:
     """The loops of a region in one order, with every value in its place."""
-    region, axes, accesses, numel = coalesce(region)
+    region, axes, accesses, numel = coalesce(region, classes)
     vector = choose_vector(region, axes, accesses, machine)
     small: tuple[LoopAxis, ...] = ()
     if machine.regroups and (grouped := regroup(region, axes, accesses, vector)):

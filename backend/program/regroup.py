@@ -70,7 +70,11 @@ def regroup(
     else:
         return None
     lanes = LoopAxis(
-        f"{group.name}_{member.name}", group.extent * member.extent, group.parts + member.parts
+        f"{group.name}_{member.name}",
+        group.extent * member.extent,
+        group.parts + member.parts,
+        _product(group.most, member.most),
+        group.multiple * member.multiple,
     )
     rewriting = _Rewriting(region, group.name, member.name, lanes.name)
     rewritten = rewriting.run()
@@ -90,6 +94,10 @@ def regroup(
         {name: rewriting.access(access) for name, access in accesses.items()},
         lanes.name,
     )
+
+
+def _product(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one * other
 
 
 def _is_group_of(
@@ -198,4 +206,4 @@ class _Rewriting:
         if self.member in steps:
             steps[self.lanes] = steps.pop(self.member)
             del steps[self.group]
-        return Access(access.buffer, steps)
+        return replace(access, strides=steps)

@@ -189,4 +189,4 @@ def unaligned_row(loop: Loop, plan: Plan) -> Access | None:
     if loop.axis.hint < (ALIGN_FROM_WITH_ARRAYS if adds else ALIGN_FROM):
         return None
     others = [step for axis, step in access.strides.items() if axis != plan.vector]
-    return None if all(step % MOST_LANES == 0 for step in others) else access
+    return None if all(access.sizes.divisor(step) % MOST_LANES == 0 for step in others) else access

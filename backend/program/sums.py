@@ -4,10 +4,9 @@ is added up that digits would be lost in one go.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import sympy
 
 from normpass.backend.program.tree import (
     Accumulate,
@@ -59,7 +58,8 @@ def _is_long(accumulator: Accumulator, plan: Plan, lanes: int = 1) -> bool:
     """Whether a register, or an element of an array, takes so many additions, or one cannot know
     how many.
     """
-    times = sympy.prod([plan.axis[axis].extent for axis in accumulator.op.axes])
-    if plan.vector in accumulator.op.axes:
-        times = times / lanes
-    return accumulator.op.fn == "sum" and (not times.is_number or times > LONG)
+    if accumulator.op.fn != "sum":
+        return False
+    axes = [plan.axis[axis] for axis in accumulator.op.axes]
+    times = math.prod(math.inf if axis.most is None else axis.most for axis in axes)
+    return times > LONG * (lanes if plan.vector in accumulator.op.axes else 1)

@@ -64,7 +64,7 @@ def padded(axis: LoopAxis) -> int:
 
 
 def _covers(axis: LoopAxis, size: Mapping[str, int]) -> bool:
-    return bool(axis.extent.is_number) and size[axis.name] >= axis.extent
+    return axis.most is not None and size[axis.name] >= axis.most
 
 
 def _shared_axes(plan: Plan, launch: Launch) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def _fits(launch: Launch, beside: int, tiling: Tiling) -> bool:
     """Whether what a program must hold of its row fits in registers: inputs that several phases
     read, and the accumulators along the row."""
     inner = {axis.name: axis for axis in launch.inner}
-    if not all(axis.extent.is_number for axis in inner.values()):
+    if any(axis.most is None for axis in inner.values()):
         return False
 
     def elements(axes: Iterable[str]) -> int:
@@ -110,7 +110,7 @@ def _streamed(launch: Launch, tiling: Tiling, beside: int) -> dict[str, int]:
     inward = list(reversed(launch.inner))
     order = sorted(
         inward,
-        key=lambda a: not (a.name in arrays and a.extent.is_number and padded(a) <= tiling.kept),
+        key=lambda a: not (a.name in arrays and a.most is not None and padded(a) <= tiling.kept),
     )
     room, size = max(1, tiling.chunk // beside), {}
     for axis in order:

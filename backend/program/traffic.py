@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import sympy
-
 from normpass.backend.program.machine import CPU, ELEMENTS_PER_WORKER, GPU
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes, symbol
 from normpass.backend.program.tree import (
     Access,
     Compute,
@@ -51,9 +50,9 @@ def traffic(text: str, sizes: Sequence[int], device: str, conditions: Conditions
     those of this machine if None.
     """
     region = parse(text)
-    plan = make_plan(region, GPU if device == "cuda" else CPU)
+    plan = make_plan(region, GPU if device == "cuda" else CPU, size_classes(sizes))
     extents = region.extents(sizes)
-    symbols = {sympy.Symbol(k, integer=True, positive=True): v for k, v in extents.items()}
+    symbols = {symbol(name): extent for name, extent in extents.items()}
     lengths = {axis.name: int(axis.extent.subs(symbols)) for axis in plan.axes}
     sweeps = _Sweeps(lengths, conditions.caches)
     counts = sweeps.of(plan.body, frozenset())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from normpass.passes.sizes import expected
+from normpass.backend.program.sizes import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,28 +18,38 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LoopAxis:
     """An axis of the plan: one of the region's, or several of them that are one in memory, or its
-    blocks. outermost: whether workers are to divide it although sums run over it. blocks: the axis
-    over the blocks that this one is the inside of.
+    blocks. most: what its extent is at most; None if that is not known. multiple: what divides it.
+    outermost: whether workers are to divide it although sums run over it. blocks: the axis over the
+    blocks that this one is the inside of.
     """
 
     name: str
     extent: sympy.Expr
     parts: tuple[str, ...]
+    most: int | None
+    multiple: int
     outermost: bool = False
     blocks: str | None = None
 
     @property
     def hint(self) -> int:
-        """The extent, or an assumed one, for decisions."""
-        return expected(self.extent)
+        """The extent, or an expected one, for decisions."""
+        return Sizes().expected(self.extent) if self.most is None else self.most
 
 
 @dataclass(frozen=True)
 class Access:
-    """How a tensor is addressed: elements between neighbours along each axis of the plan."""
+    """How a tensor is addressed: elements between neighbours along each axis of the plan. sizes:
+    what is known of them.
+    """
 
     buffer: Buffer
     strides: Mapping[str, sympy.Expr]
+    sizes: Sizes = field(default_factory=Sizes)
+
+    def step(self, axis: str) -> int:
+        """Elements between neighbours along an axis, for decisions; 0 if it does not vary."""
+        return self.sizes.expected(self.strides.get(axis, 0))
 
 
 @dataclass(frozen=True)

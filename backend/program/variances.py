@@ -133,16 +133,14 @@ def _block(
     block: list[tuple[str, int | None]] = []
     taken = 1
     for axis in reversed(reduced):
-        if not axis.extent.is_number:
-            return None
         most = room // taken
         if axis.name != vector:
             most = min(most, blocking.column_block[1])
-        if axis.hint <= most and axis is not reduced[0]:
+        if axis.extent.is_number and axis.hint <= most and axis is not reduced[0]:
             block.append((axis.name, None))
             taken *= axis.hint
             continue
-        size = block_size(axis.extent, max(2, blocking.least // taken), most)
+        size = block_size(axis, max(2, blocking.least // taken), most)
         if size is not None:
             block.append((axis.name, size))
             taken *= size

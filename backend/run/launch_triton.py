@@ -21,6 +21,7 @@ import torch
 from normpass.backend.codegen import triton as generator
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.run.layouts import Layout, relaid_out
 from normpass.backend.run.reference import evaluate
 from normpass.backend.run.toolchain import cache_dir
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from normpass.backend.program.sizes import SizeClass
+
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +43,18 @@ INTERPRETED_PROCESSORS = 3
 
 
 class TritonKernel:
-    """A region's Triton module. Call it with the region's input tensors and its run-time sizes.
+    """A region's Triton module for sizes of given classes. Call it with the region's input tensors
+    and its run-time sizes.
 
     Raises:
         UnsupportedPlanError: if there is no Triton form of the region's plan.
     """
 
-    def __init__(self, region: Region, machine: Machine = GPU) -> None:
+    def __init__(
+        self, region: Region, machine: Machine = GPU, classes: tuple[SizeClass, ...] = ()
+    ) -> None:
         self.region = region
-        self.source = generator.generate(make_plan(region, machine))
+        self.source = generator.generate(make_plan(region, machine, classes))
         self._run: Callable[..., None] | None = None
         self._failed = False
 
@@ -140,13 +146,19 @@ def _on(device: torch.device) -> Iterator[int]:
 
 
 @lru_cache(maxsize=4096)
-def kernel(text: str) -> TritonKernel:
-    """The Triton kernel of a region's text. It is printed at the first call and kept.
+def kernel(text: str, sizes: tuple[int, ...]) -> TritonKernel:
+    """The Triton kernel of a region's text for its run-time sizes.
 
     Raises:
         UnsupportedPlanError: if there is no Triton form of the region's plan.
     """
-    return TritonKernel(parse(text))
+    return _kernel(text, size_classes(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _kernel(text: str, classes: tuple[SizeClass, ...]) -> TritonKernel:
+    """It is printed at the first call and kept."""
+    return TritonKernel(parse(text), GPU, classes)
 
 
 def load(text: str) -> ModuleType:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.run.reference import evaluate
 from normpass.backend.run.runtime import kernel, print_kernel
 from normpass.passes.region import parse
@@ -33,27 +34,29 @@ _library.define(
 
 
 def _cpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
-    return kernel(text)(inputs, sizes)
+    return kernel(text, tuple(sizes))(inputs, sizes)
 
 
 def _gpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
     from normpass.backend.run import launch_triton
 
-    return launch_triton.kernel(text)(inputs, sizes)
+    return launch_triton.kernel(text, tuple(sizes))(inputs, sizes)
 
 
-def print_for(text: str, device: str) -> None:
+def print_for(text: str, sizes: Sequence[int], device: str) -> None:
     """A region's kernel in the dialect of a device; kept for when it is launched.
+
+    sizes: its run-time sizes in the example that the graph was traced with.
 
     Raises:
         NotImplementedError: where there is none; the message says why.
     """
     if device == "cpu":
-        print_kernel(text)
+        print_kernel(text, size_classes(sizes))
     elif device == "cuda":
         from normpass.backend.run import launch_triton
 
-        launch_triton.kernel(text)
+        launch_triton.kernel(text, tuple(sizes))
 
 
 def _anywhere(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:

@@ -20,8 +20,9 @@ from torch._C._dynamo import guards
 from torch.autograd import profiler
 
 from normpass.backend.codegen import cpp
-from normpass.backend.program.machine import ELEMENTS_PER_WORKER
+from normpass.backend.program.machine import CPU, ELEMENTS_PER_WORKER
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import toolchain
 from normpass.backend.run.caches import private_cache
 from normpass.backend.run.layouts import Layout, lie_as_planned, relaid_out
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from normpass.backend.program.sizes import SizeClass
 
 log = logging.getLogger(__name__)
 
@@ -72,19 +75,20 @@ class Launch:
 
 
 class Kernel:
-    """A region's kernel. Call it with its input tensors and its run-time sizes.
+    """A region's kernel for sizes of given classes. Call it with its input tensors and its run-time
+    sizes.
 
     What cannot be printed was refused when the graph was compiled, and what cannot be built is a
     compiler's or a cache's fault: both run unfused, with one warning.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, classes: tuple[SizeClass, ...] = ()) -> None:
         self.region = parse(text)
         self._function: ctypes._NamedFuncPointer | None = None
         self._launches: dict[tuple[int, ...], Launch] = {}
         self._failed = False
         try:
-            self.source = print_kernel(text)
+            self.source = print_kernel(text, classes)
             toolchain.start(self.source)  # beside whatever else is compiled; the first call waits
         except Exception as error:
             self._fail(repr(error))
@@ -146,15 +150,23 @@ class Kernel:
 
 
 @lru_cache(maxsize=4096)
-def print_kernel(text: str) -> str:
-    """The C++ source of a region's text. Whatever it raises is a fault of ours."""
-    return cpp.generate(make_plan(parse(text)))
+def print_kernel(text: str, classes: tuple[SizeClass, ...]) -> str:
+    """The C++ source of a region's text, for sizes of given classes. Whatever it raises is a fault
+    of ours.
+    """
+    return cpp.generate(make_plan(parse(text), CPU, classes))
 
 
 @lru_cache(maxsize=4096)
-def kernel(text: str) -> Kernel:
-    """The kernel of a region's text. It starts to compile at the first call and is kept."""
-    return Kernel(text)
+def kernel(text: str, sizes: tuple[int, ...]) -> Kernel:
+    """The kernel of a region's text for its run-time sizes."""
+    return _kernel(text, size_classes(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _kernel(text: str, classes: tuple[SizeClass, ...]) -> Kernel:
+    """It starts to compile at the first call and is kept."""
+    return Kernel(text, classes)
 
 
 def launch(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
@@ -163,7 +175,7 @@ def launch(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Te
     """
     if profiler._is_profiler_enabled:
         return torch.ops.normpass.region(inputs, sizes, text)
-    return kernel(text)(inputs, sizes)
+    return kernel(text, tuple(sizes))(inputs, sizes)
 
 
 class CallSite:
@@ -177,7 +189,7 @@ class CallSite:
     def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
         known, ready = self.found
         if sizes != known:
-            ready = kernel(text).launch(tuple(sizes))
+            ready = kernel(text, tuple(sizes)).launch(tuple(sizes))
             self.found = list(sizes), ready
         if ready is None or profiler._is_profiler_enabled:
             return launch(inputs, sizes, text)

@@ -18,6 +18,7 @@ from normpass.backend.program.blocks import block_size
 from normpass.backend.program.listing import listing
 from normpass.backend.program.machine import CPU, GPU
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.tree import LoopAxis
 from normpass.passes.region import parse
 
 # ---- programs
@@ -43,11 +44,7 @@ def test_snapshots() -> None:
     [(4096, (32, 512), 512), (50176, (32, 300), 256), (1009, (2, 512), None), (7, (2, 512), 7)],
 )
 def test_blocks_divide_an_extent(extent: int, limits: tuple[int, int], size: int | None) -> None:
-    assert block_size(sympy.Integer(extent), *limits) == size
-
-
-def test_what_is_not_known_is_not_in_blocks() -> None:
-    assert block_size(sympy.Symbol("n"), 1, 512) is None
+    assert block_size(LoopAxis("n", sympy.Integer(extent), ("n",), extent, extent), *limits) == size
 
 
 # ---- few long rows

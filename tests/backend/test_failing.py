@@ -221,7 +221,7 @@ def test_threads_compile_and_run_at_once() -> None:
     inputs = [torch.randn(n, 37) for n in range(2, 18)]
 
     def run(k: int) -> bool:
-        (y,) = runtime.kernel(variant(10 + k % 2))([inputs[k]], [len(inputs[k])])
+        (y,) = runtime.launch([inputs[k]], [len(inputs[k])], variant(10 + k % 2))
         return torch.allclose(y, small(inputs[k]), atol=1e-5)
 
     with ThreadPoolExecutor(8) as pool:
@@ -234,7 +234,7 @@ def test_threads_compile_and_run_at_once() -> None:
 def test_workers_run_kernels(start: str, new: bool) -> None:
     """Kernels that the parent has used and kernels it has not, in forked and spawned children."""
     x = torch.randn(600, 37)
-    runtime.kernel(SMALL)([x], [600])
+    runtime.launch([x], [600], SMALL)
     text = variant(20 + (start == "fork")) if new else SMALL
     with multiprocessing.get_context(start).Pool(1) as pool:
         y = pool.apply_async(run_in_child, (text, x)).get(timeout=120)

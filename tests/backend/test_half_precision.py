@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from normpass.backend.program.machine import ELEMENTS_PER_WORKER
-from normpass.backend.run.runtime import Kernel, kernel
+from normpass.backend.run.runtime import Kernel, launch
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 by_dtype = pytest.mark.parametrize("name", DTYPES)
@@ -24,7 +24,7 @@ by_width = pytest.mark.parametrize("width", [19, 64])
 def cast(x: torch.Tensor, source: str, target: str) -> torch.Tensor:
     """What a kernel makes of x: *n when it loads one dtype and stores another."""
     text = CAST.format(source=source, width=x.shape[1], target=target)
-    return kernel(text)([x], [x.shape[0]])[0]
+    return launch([x], [x.shape[0]], text)[0]
 
 
 def in_rows(values: torch.Tensor, width: int) -> torch.Tensor:

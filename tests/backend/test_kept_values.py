@@ -91,7 +91,7 @@ def test_one_array_stands_for_all_that_it_was_computed_from() -> None:
     assert kept == ["gh"]
     x, g = torch.randn(2, 50, 40).unbind()
     product = g * (x.exp() + x.erf())
-    (y,) = kernel(text)([x, g], [])
+    (y,) = kernel(text, ())([x, g], [])
     torch.testing.assert_close(y, product - product.sum(-1, keepdim=True), rtol=1e-5, atol=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_a_truth_value_is_kept_as_one() -> None:
     kept = [leaf.value for leaf in leaves(make_plan(parse(text))) if isinstance(leaf, Keep)]
     assert kept == ["m"]
     x, g = torch.randn(2, 50, 40).unbind()
-    (y,) = kernel(text)([x, g], [])
+    (y,) = kernel(text, ())([x, g], [])
     mask = x.tanh() > 0.1
     total = torch.where(mask, g, 0).sum(-1, keepdim=True)
     torch.testing.assert_close(y, torch.where(mask, total, g), rtol=1e-5, atol=1e-5)

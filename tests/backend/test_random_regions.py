@@ -7,7 +7,6 @@ random_regions.py.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from normpass.backend.program.machine import CPU
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import reference, runtime
 from normpass.passes.region import REGROUP, parse, verify
 
@@ -50,9 +50,9 @@ def check(case: random_regions.Case) -> None:
     verify(region)
     text = str(region)
     assert parse(text) == region
-    kernel = runtime.Kernel(text)
     for extents in case.extents:
         sizes = case.sizes(extents)
+        kernel = runtime.Kernel(text, size_classes(sizes))
         inputs = random_regions.tensors(case, extents)
         expected = bounded.evaluate(region, inputs, sizes)
         known = region.extents(sizes)
@@ -84,7 +84,7 @@ def test_random_regions(case: random_regions.Case) -> None:
 def _sums_last(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However few sums there are, each worker has some of them whole."""
     machine = replace(CPU, workers=1, partial=0)
-    monkeypatch.setattr(runtime, "make_plan", functools.partial(make_plan, machine=machine))
+    monkeypatch.setattr(runtime, "CPU", machine)
     runtime.print_kernel.cache_clear()
     yield
     runtime.print_kernel.cache_clear()

@@ -128,7 +128,7 @@ def test_extrema_by_group() -> None:
     """
     assert regrouped(make_plan(parse(text)))
     x = torch.randn(9, 20, 4, 3)
-    y, d = kernel(text)([x], [])
+    y, d = kernel(text, ())([x], [])
     want = x.amax((1, 3)) - x.amin((1, 3))
     torch.testing.assert_close(d, want)
     torch.testing.assert_close(y, x / want[:, None, :, None])
@@ -143,7 +143,7 @@ def test_weights_that_are_summed_by_group() -> None:
     """
     assert regrouped(make_plan(parse(text)))
     x, w = torch.randn(9, 20, 4, 3), torch.randn(4, 3)
-    (y,) = kernel(text)([x, w], [])
+    (y,) = kernel(text, ())([x, w], [])
     factor = x.sum((1, 3)) * w.sum(-1)
     torch.testing.assert_close(y, x - factor[:, None, :, None], rtol=1e-5, atol=1e-4)
 
@@ -212,7 +212,7 @@ output  y0: f32[r (q c) d e] (3136, 1, 448, 64) = sum_1
 output  y1: f32[r (q c) d e] (3136, 1, 448, 64) = sub_1"""
     x = torch.randn(64)
     x_1, x_2 = (torch.randn(64, 64, 7, 7).contiguous(memory_format=LAST) for _ in range(2))
-    found = kernel(text)([x, x_1, x_2], [])
+    found = kernel(text, ())([x, x_1, x_2], [])
     of_groups = x.double().view(8, 8).sum(1).repeat_interleave(8).view(64, 1, 1)
     sums = x_2.double().view(64, 8, 8, 7, 7).sum((2, 3, 4)).repeat_interleave(8, 1)[..., None, None]
     check(found, [sums.expand(x_1.shape), sums - (of_groups - x_1)], torch.float32)
