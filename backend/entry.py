@@ -29,8 +29,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from normpass.backend import higher_order, inductor_mistakes
 from normpass.backend.explain import dump, record
 from normpass.backend.higher_order.inside import rules_if_asked_for
-from normpass.backend.inductor import gemm, image_gradients, inductor_call, rest
-from normpass.backend.inductor.donated import donated
+from normpass.backend.inductor import donated, gemm, image_gradients, inductor_call, rest
 from normpass.backend.inductor.memory_format import as_expected
 from normpass.backend.inductor.mutated import constant_inputs
 from normpass.backend.options import Options
@@ -204,8 +203,8 @@ class _Pass(CustomGraphPass):
     def uuid(self) -> Any:
         """What Inductor's cache knows this pass by: our sources, the options, what is mended in
         Inductor, and what decisions and plans depend on: the processor's caches and vendor, threads
-        and the calibration in force (what GPU there is, Inductor's key says). None, so no caching,
-        if a pass before ours has no identity.
+        and the calibration in force (what GPU there is, Inductor's key says), and which inputs may
+        be written over. None, so no caching, if a pass before ours has no identity.
         """
         others = [
             other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
@@ -216,7 +215,7 @@ class _Pass(CustomGraphPass):
         machine = conditions_of("cpu"), gemm.is_faster()
         rules = is_registered(), averages_running_statistics()
         parts = source_digest(), self.settings, rules, machine, others
-        return f"normpass {parts} {inductor_mistakes.key()}"
+        return f"normpass {parts} {inductor_mistakes.key()} {donated.numbers()}"
 
 
 class SavingPass(_Pass):
@@ -281,7 +280,7 @@ class FusionPass(_Pass):
         """What Inductor may write over of a graph's inputs."""
         if self.settings.inner == "inductor":
             with faults.survived("telling donated tensors", "a graph", "None is taken for one"):
-                return donated(graph)
+                return donated.donated(graph)
         return ()
 
     def _missing(self, lowered: Lowered) -> str | None:

@@ -38,7 +38,7 @@ class Work:
     often each is computed, for an element. rows: how often a loop over neighbours in memory begins,
     and piece: of how many. regrouped: elements that are gone through one by one, because pieces are
     short. launches: calls of a kernel, or groups of Inductor's loops. workers: how many can be
-    busy.
+    busy. over: the names of the inputs that a result may be written over.
     """
 
     read: int
@@ -54,6 +54,7 @@ class Work:
     piece: int = 0
     launches: int = 1
     workers: int = 1
+    over: frozenset[str] = frozenset()
 
     @property
     def moved(self) -> int:

@@ -282,7 +282,7 @@ class Judge:
             reason = refusal(lowered, cost, planned, stock, here, least_bytes=self.least_bytes)
             fault = Fault(tuple(x for x in lowered.inputs if x.name in cost.written))
             if reason is None and self.least_bytes is None:
-                reason, fault = overwritten(lowered, nodes, self.donated), Fault()
+                reason, fault = overwritten(lowered, nodes, self.donated, planned), Fault()
             if reason is None:
                 attempt.stage = PLANNING
                 reason, fault = self.missing(lowered), Fault(unknown=True)

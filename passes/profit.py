@@ -144,13 +144,19 @@ def slower(estimate: Estimate, ours: Work, theirs: Work, calibration: Calibratio
     )
 
 
-def overwritten(lowered: Lowered, nodes: Sequence[Node], donated: Container[Node]) -> str | None:
+def overwritten(
+    lowered: Lowered,
+    nodes: Sequence[Node],
+    donated: Container[Node],
+    kernel: Callable[[], Work],
+) -> str | None:
     """Why a region stays with Inductor that would have its result beside what it is computed of,
-    where Inductor writes it there; None if it does not. That is so where it reads that once: where
-    no reduction's result meets the domain again.
+    where Inductor writes it over that; None if it does not. That is so where it reads that once:
+    where no reduction's result meets the domain again.
 
     Of a cross entropy these are the logits and their gradient, often a model's largest tensors.
-    donated: inputs of the graph that Inductor may write over.
+    donated: inputs of the graph that Inductor may write over. kernel: what a kernel of its own
+    does, which may write over them as well.
     """
     region, inside = lowered.region, set(nodes)
     if has_inner_reduction(lowered):
@@ -159,7 +165,8 @@ def overwritten(lowered: Lowered, nodes: Sequence[Node], donated: Container[Node
     for node, buffer in zip(lowered.inputs, region.inputs, strict=True):
         base = without_views(node)
         is_free = base.op == "call_function" or base in donated
-        if is_free and _place(buffer) in results and sharers(node, inside) == 1:
+        is_free = is_free and _place(buffer) in results and sharers(node, inside) == 1
+        if is_free and buffer.name not in kernel().over:
             return f"more memory: {human(nbytes(node))}, where Inductor writes over what it reads"
     return None
 

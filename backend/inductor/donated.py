@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 def donated(graph: Graph) -> frozenset[Node]:
     """Of the inputs of a graph that is being compiled."""
-    from torch._inductor.utils import get_donated_idxs
-
     if not is_backward(graph):
         return frozenset()
     inputs = graph.find_nodes(op="placeholder")
-    return frozenset(inputs[k] for k in get_donated_idxs() or ())
+    return frozenset(inputs[k] for k in numbers())
+
+
+def numbers() -> tuple[int, ...]:
+    """Which inputs of the backward graph that is being compiled. Inductor's cache does not know its
+    graphs by that.
+    """
+    from torch._inductor.utils import get_donated_idxs
+
+    return tuple(get_donated_idxs() or ())

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from normpass.backend.inductor.dying import dying, keep
 from normpass.backend.inductor.images import images
 from normpass.backend.inductor.memory_format import Wishes, settled
 from normpass.backend.inductor_mistakes.mistake import wrap
@@ -31,7 +33,7 @@ from normpass.passes import faults
 from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +118,9 @@ def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return find_nodes_prefer_channels_last
 
 
-def _install() -> None:
+def _calls() -> tuple[type[Any], type[Any]]:
+    """How the operator is called: wherever its tensors lie, and where they lie as its text says."""
     from torch._inductor import ir
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import V
-    from torch.utils._pytree import tree_map
 
     class RegionKernel(ir.FallbackKernel):
         """The operator, called by another name where Python calls it with CPU tensors."""
@@ -137,14 +136,41 @@ def _install() -> None:
             return NAME
 
     class SettledRegionKernel(RegionKernel):
-        """One whose tensors lie as its text says."""
+        """One whose tensors lie as its text says.
+
+        sizes: those of the example. over: the inputs that outputs are written over.
+        """
+
+        text: str
+        sizes: tuple[int, ...]
+        over: Mapping[int, int] = MappingProxyType({})
+
+        def codegen(self, wrapper: Any) -> None:
+            super().codegen(wrapper)
+            inputs: Sequence[Any] = self.inputs
+            keep([inputs[dead].get_name() for dead in self.over.values()], wrapper)
 
         def name_for_python(self, wrapper: Any) -> str:
+            with faults.survived("writing over what dies", "a region", "It gets new memory"):
+                pairs = dying(self.text, self.inputs, wrapper)
+                self.over = kernel(self.text, self.sizes).over(pairs)
             name = f"{NAME}_{self.get_name()}"
             wrapper.add_import_once(IMPORT_CALL_SITE)
-            wrapper.add_import_once(f"{name} = {CALL_SITE}()")
+            over = ", ".join(map(str, self.over.items()))
+            wrapper.add_import_once(f"{name} = {CALL_SITE}({over})")
             return name
 
+    return RegionKernel, SettledRegionKernel
+
+
+def _install() -> None:
+    from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+    from torch.utils._pytree import tree_map
+
+    anywhere, as_settled = _calls()
     wrap(GraphLowering, "find_nodes_prefer_channels_last", _only_images)
 
     @register_lowering(region_op, type_promotion_kind=None)
@@ -153,17 +179,20 @@ def _install() -> None:
         for x in inputs:
             if ir.is_storage_and_layout(x):
                 ir.as_storage_and_layout(x, freeze=True)
-        call: type[RegionKernel] = RegionKernel
+        call = anywhere
         with faults.survived("settling where its tensors lie", "a region", "They are copied"):
             try:
                 text, sizes = _settled(text, sizes, inputs, V.graph)
-                call = SettledRegionKernel
+                call = as_settled
             except NotImplementedError as error:
                 log.info("the tensors of a region are copied: %s", error)
+        example: tuple[int, ...] = ()
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
-            _start(text, _examples(sizes, V.graph), inputs[0].get_device().type)
+            example = _examples(sizes, V.graph)
+            _start(text, example, inputs[0].get_device().type)
         results: Any = call.create(region_op, inputs, sizes, text)
         for result in results:
+            result.inputs[0].text, result.inputs[0].sizes = text, example
             # They are made as the text says: to ask costs as much as to make them.
-            result.skip_size_stride_alignment_checks = call is SettledRegionKernel
+            result.skip_size_stride_alignment_checks = call is as_settled
         return tree_map(ir.TensorBox.create, results)

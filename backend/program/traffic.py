@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from normpass.backend.program.in_place import overwritable
 from normpass.backend.program.machine import CPU, ELEMENTS_PER_WORKER, GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes, symbol
@@ -73,6 +74,7 @@ def traffic(text: str, sizes: Sequence[int], device: str, conditions: Conditions
         regrouped=done.regrouped,
         piece=lengths[plan.vector],
         workers=workers,
+        over=frozenset().union(*overwritable(plan).values()) if device == "cpu" else frozenset(),
     )
 
 

@@ -13,6 +13,7 @@ import ctypes
 import logging
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from torch._C._dynamo import guards
 from torch.autograd import profiler
 
 from normpass.backend.codegen import cpp
+from normpass.backend.program.in_place import overwritable
 from normpass.backend.program.machine import CPU, ELEMENTS_PER_WORKER
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
@@ -30,7 +32,7 @@ from normpass.backend.run.reference import evaluate
 from normpass.passes.region import parse, product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -42,6 +44,9 @@ log = logging.getLogger(__name__)
 # What Inductor's own code calls for each tensor: ten times cheaper than the same in Python.
 empty_strided = guards._empty_strided_cpu  # type: ignore[attr-defined]
 DATA_PTR = guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+
+
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class Arguments(ctypes.Structure):
@@ -67,9 +72,14 @@ class Launch:
     most_workers: int
     past_caches: bool
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Of tensors that lie as planned."""
-        outputs = [empty_strided(*want) for want in self.outputs]
+    def __call__(self, inputs: Sequence[Tensor], over: Mapping[int, int] = NOTHING) -> list[Tensor]:
+        """Of tensors that lie as planned. over: the inputs that outputs are written over, by their
+        numbers.
+        """
+        outputs = [
+            inputs[over[k]] if k in over else empty_strided(*want)
+            for k, want in enumerate(self.outputs)
+        ]
         self.run((*inputs, *outputs), torch.get_num_threads())
         return outputs
 
@@ -84,6 +94,7 @@ class Kernel:
 
     def __init__(self, text: str, classes: tuple[SizeClass, ...] = ()) -> None:
         self.region = parse(text)
+        self.classes = classes
         self._function: ctypes._NamedFuncPointer | None = None
         self._launches: dict[tuple[int, ...], Launch] = {}
         self._failed = False
@@ -107,6 +118,20 @@ class Kernel:
         if launch is None and (function := self._function or self._load()):
             launch = self._launches[sizes] = self._prepare(function, sizes)
         return launch
+
+    def over(self, dying: Iterable[tuple[int, int]]) -> dict[int, int]:
+        """Of inputs that die with a launch, those that the kernel may write its outputs over.
+
+        dying: pairs of an output and an input that lies as it does, by their numbers.
+        """
+        region = self.region
+        allowed = overwritable(make_plan(region, CPU, self.classes))
+        found: dict[int, int] = {}
+        for output, dead in dying:
+            name = region.outputs[output].buffer.name
+            if region.inputs[dead].name in allowed[name] and dead not in found.values():
+                found.setdefault(output, dead)
+        return found
 
     def _load(self) -> ctypes._NamedFuncPointer | None:
         """The kernel's entry, once it is built; None, with one warning, where that fails."""
@@ -181,16 +206,22 @@ def launch(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Te
 class CallSite:
     """One place in Inductor's code that calls a region: `launch`, where tensors are known to lie as
     the text says. What is found at the first call is kept for the later ones.
+
+    dying: outputs, and inputs that lie as they do and that nobody needs after the call.
     """
 
-    def __init__(self) -> None:
-        self.found: tuple[Sequence[int] | None, Launch | None] = None, None
+    def __init__(self, *dying: tuple[int, int]) -> None:
+        self.dying = dying
+        self.found: tuple[Sequence[int] | None, Launch | None, Mapping[int, int]]
+        self.found = None, None, NOTHING
 
     def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
-        known, ready = self.found
+        known, ready, over = self.found
         if sizes != known:
-            ready = kernel(text, tuple(sizes)).launch(tuple(sizes))
-            self.found = list(sizes), ready
+            found = kernel(text, tuple(sizes))
+            ready = found.launch(tuple(sizes))
+            over = found.over(self.dying) if self.dying and ready else NOTHING
+            self.found = list(sizes), ready, over
         if ready is None or profiler._is_profiler_enabled:
             return launch(inputs, sizes, text)
-        return ready(inputs)
+        return ready(inputs, over)

@@ -71,7 +71,7 @@ def check(module: nn.Module, x: torch.Tensor, **options: Any) -> list[str]:
 def test_regions_are_called_without_the_dispatcher() -> None:
     code = check(Turned(), torch.randn(5, 24, 8))
     assert len(code) == 2
-    assert all(f"= {inductor_call.CALL_SITE}()" in text for text in code)
+    assert all(f"= {inductor_call.CALL_SITE}(" in text for text in code)
     assert not any(OPERATOR in text for text in code)
     assert not any(f"'{OPERATOR[:-1]}" in text for text in code)  # its results are not checked
 

@@ -12,12 +12,13 @@ from refusals import CONDITIONS
 from tracing import trace
 
 from normpass.backend.run.op import region_op
+from normpass.passes.cost import Work
 from normpass.passes.one_hot import EXACT, are_positions
 from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
 from normpass.passes.region import Region, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -160,11 +161,19 @@ def in_less_precision(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
     return of_logits(x @ w, i).bfloat16()
 
 
-def decision(f: Callable[..., Any], *inputs: Tensor, donated: bool = False) -> Decision:
-    """Where nothing is asked for."""
+def decision(
+    f: Callable[..., Any], *inputs: Tensor, donated: bool = False, over: Sequence[str] = ()
+) -> Decision:
+    """Where nothing is asked for. over: what a kernel may write its result over."""
     graph = trace(f, *inputs).graph
     own = set(graph.find_nodes(op="placeholder")) if donated else set()
-    (found,) = fuse_graph(graph, region_op, conditions=lambda device: CONDITIONS, donated=own)
+    (found,) = fuse_graph(
+        graph,
+        region_op,
+        kernel=lambda lowered, cost: Work(cost.least, 0, over=frozenset(over)),
+        conditions=lambda device: CONDITIONS,
+        donated=own,
+    )
     return found
 
 
@@ -187,6 +196,14 @@ def test_logits_that_inductor_writes_over_stay_with_it(f: Callable[..., Any]) ->
 )
 def test_logits_that_it_cannot_write_over_do_not(f: Callable[..., Any]) -> None:
     assert isinstance(decision(f, *FACTORS, WORD), Fused)
+
+
+@pytest.mark.parametrize("f", [of_a_layer, in_other_dimensions], ids=lambda f: f.__name__)
+def test_logits_that_a_kernel_writes_over_as_well_do_not(f: Callable[..., Any]) -> None:
+    fused = decision(f, *FACTORS, WORD, over=["x"])
+    assert isinstance(fused, Fused)
+    assert "input   x: f32" in fused.text
+    assert isinstance(decision(f, *FACTORS, WORD, over=["w"]), Refused)
 
 
 def test_inputs_are_written_over_if_they_are_donated() -> None:

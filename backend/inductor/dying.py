@@ -1,0 +1,75 @@
+"""Which inputs of a region Inductor is done with after the call, so that results may be written
+over them: less memory, and lines that are in cache already.
+
+Inductor does that with loops of its own and with what it allocates itself, by when each buffer is
+read for the last time. What it would keep for later results of the same size is taken from it here.
+
+Uses of torch._inductor (V.graph.scheduler.current_node and its last_usage, try_get_buffer and
+buffers of V.graph, and of the wrapper can_reuse, freed and writeline; ir.FixedLayout, InputBuffer,
+NonOwningLayout, get_inputs_that_alias_output and get_mutation_names) were checked on torch 2.11,
+2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from normpass.passes.region import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def dying(text: str, inputs: Sequence[Any], wrapper: Any) -> list[tuple[int, int]]:
+    """Pairs of an output and an input that lies as it does and dies with the call, by number.
+
+    text: the region's. inputs: Inductor's, of the call whose code is being written.
+    """
+    region = parse(text)
+    names = [x.get_name() for x in inputs]
+    dead = {name for name, times in Counter(names).items() if times == 1 and _dies(name, wrapper)}
+    return [
+        (k, j)
+        for k, output in enumerate(region.outputs)
+        for j, (name, buffer) in enumerate(zip(names, region.inputs, strict=True))
+        if name in dead
+        and (buffer.dtype, buffer.dims, buffer.strides)
+        == (output.buffer.dtype, output.buffer.dims, output.buffer.strides)
+    ]
+
+
+def _dies(name: str, wrapper: Any) -> bool:
+    """Whether nobody reads a buffer after this call, and it is nobody else's memory."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    buffer, call = V.graph.try_get_buffer(name), V.graph.scheduler.current_node
+    if buffer is None or call is None or name not in call.last_usage:
+        return False
+    if type(buffer.get_output_spec()) is not ir.FixedLayout or not wrapper.can_reuse(buffer):
+        return False
+    if buffer.get_inputs_that_alias_output():
+        return False
+    return not any(_lies_in(other, name) for other in V.graph.buffers)
+
+
+def _lies_in(buffer: Any, name: str) -> bool:
+    """Whether a buffer is in the memory of another one."""
+    from torch._inductor import ir
+
+    layout = buffer.get_output_spec()
+    if isinstance(layout, ir.NonOwningLayout) and layout.view.get_name() == name:
+        return True
+    return name in (*buffer.get_inputs_that_alias_output(), *buffer.get_mutation_names())
+
+
+def keep(names: Iterable[str], wrapper: Any) -> None:
+    """Takes buffers from Inductor, which would give their memory to later results."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    for name in names:
+        if not isinstance(V.graph.try_get_buffer(name), ir.InputBuffer):
+            wrapper.freed.add(name)
+            wrapper.writeline(f"del {name}")
