@@ -22,30 +22,35 @@ if TYPE_CHECKING:
 
 
 def dying(text: str, inputs: Sequence[Any], wrapper: Any) -> list[tuple[int, int]]:
-    """Pairs of an output and an input that lies as it does and dies with the call, by number.
+    """Pairs of an output and an input of its size that dies with the call, by their numbers.
 
     text: the region's. inputs: Inductor's, of the call whose code is being written.
     """
     region = parse(text)
     names = [x.get_name() for x in inputs]
-    dead = {name for name, times in Counter(names).items() if times == 1 and _dies(name, wrapper)}
+    times = Counter(names)
+    dead = [j for j, x in enumerate(inputs) if times[names[j]] == 1 and _dies(x, wrapper)]
     return [
         (k, j)
         for k, output in enumerate(region.outputs)
-        for j, (name, buffer) in enumerate(zip(names, region.inputs, strict=True))
-        if name in dead
-        and (buffer.dtype, buffer.dims, buffer.strides)
-        == (output.buffer.dtype, output.buffer.dims, output.buffer.strides)
+        for j in dead
+        if region.inputs[j].dtype is output.buffer.dtype
+        and region.inputs[j].axes == output.buffer.axes
     ]
 
 
-def _dies(name: str, wrapper: Any) -> bool:
-    """Whether nobody reads a buffer after this call, and it is nobody else's memory."""
+def _dies(x: Any, wrapper: Any) -> bool:
+    """Whether an input is all of a buffer that nobody reads after this call, and that is nobody
+    else's memory.
+    """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
+    name = x.get_name()
     buffer, call = V.graph.try_get_buffer(name), V.graph.scheduler.current_node
     if buffer is None or call is None or name not in call.last_usage:
+        return False
+    if x.get_numel() != buffer.get_numel():
         return False
     if type(buffer.get_output_spec()) is not ir.FixedLayout or not wrapper.can_reuse(buffer):
         return False
