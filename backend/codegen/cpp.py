@@ -86,8 +86,6 @@ class _Printer(LoopPrinter):
                 self.begin_shared(node.accumulator)
             elif isinstance(node, Finish) and node.accumulator.shared:
                 self.finish_shared(node.accumulator)
-            elif isinstance(node, Begin) and node.accumulator.axes:
-                self.begin_alone(node.accumulator)
             else:
                 self.leaf(node)
 
@@ -95,13 +93,6 @@ class _Printer(LoopPrinter):
         name = self.array(accumulator.op.name, accumulator.axes)
         kind = f"Partials<scalar, {REDUCTIONS[accumulator.op.fn].cpp}>"
         self.line(f"{kind} parts_{name}(workers, {self.size_of(accumulator)});")
-
-    def begin_alone(self, accumulator: Accumulator) -> None:
-        """An array of a nest that does without the loop that workers divide."""
-        name = self.array(accumulator.op.name, accumulator.axes)
-        self.line(f"Arrays<scalar> parts_{name}(1, {self.size_of(accumulator)});")
-        self.line(f"scalar* const {name} = parts_{name}.of(0);")
-        self.begin(accumulator)
 
     def finish_shared(self, accumulator: Accumulator) -> None:
         name = self.array(accumulator.op.name, accumulator.axes)

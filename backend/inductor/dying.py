@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from normpass.passes.region import parse
 
@@ -54,19 +55,22 @@ def _dies(x: Any, wrapper: Any) -> bool:
         return False
     if type(buffer.get_output_spec()) is not ir.FixedLayout or not wrapper.can_reuse(buffer):
         return False
-    if buffer.get_inputs_that_alias_output():
-        return False
-    return not any(_lies_in(other, name) for other in V.graph.buffers)
+    if V.graph not in _shared:
+        _shared[V.graph] = frozenset().union(*map(_memory_of, V.graph.buffers))
+    return not buffer.get_inputs_that_alias_output() and name not in _shared[V.graph]
 
 
-def _lies_in(buffer: Any, name: str) -> bool:
-    """Whether a buffer is in the memory of another one."""
+# Of each graph the buffers whose memory others are in.
+_shared: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+
+
+def _memory_of(buffer: Any) -> set[str]:
+    """The other buffers in whose memory one lies."""
     from torch._inductor import ir
 
     layout = buffer.get_output_spec()
-    if isinstance(layout, ir.NonOwningLayout) and layout.view.get_name() == name:
-        return True
-    return name in (*buffer.get_inputs_that_alias_output(), *buffer.get_mutation_names())
+    around = [layout.view.get_name()] if isinstance(layout, ir.NonOwningLayout) else []
+    return {*around, *buffer.get_inputs_that_alias_output(), *buffer.get_mutation_names()}
 
 
 def keep(names: Iterable[str], wrapper: Any) -> None:

@@ -32,9 +32,6 @@ class SizeClass:
     most: int
     multiple: int = 1
 
-    def __str__(self) -> str:
-        return f"<={self.most}" + (f", by {self.multiple}" if self.multiple > 1 else "")
-
 
 def size_class(size: int) -> SizeClass:
     """The class that a size is in."""

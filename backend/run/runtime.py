@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -78,17 +78,17 @@ class Launch:
         numbers.
         """
         outputs = [
-            self.written_over(inputs[over[k]], want) if k in over else empty_strided(*want)
+            self.written_over(over[k], inputs, want) if k in over else empty_strided(*want)
             for k, want in enumerate(self.outputs)
         ]
         self.run((*inputs, *outputs), torch.get_num_threads())
         return outputs
 
-    def written_over(self, tensor: Tensor, want: Layout) -> Tensor:
+    def written_over(self, dead: int, inputs: Sequence[Tensor], want: Layout) -> Tensor:
         """An output in the place of an input, whose dimensions may be others."""
-        if tensor.shape == want.shape:
-            return tensor
-        return reinterpret(tensor, want.shape, want.strides, 0)
+        tensor = inputs[dead]
+        same = self.inputs[dead] == want
+        return tensor if same else reinterpret(tensor, want.shape, want.strides, 0)
 
 
 class Kernel:
@@ -131,14 +131,16 @@ class Kernel:
 
         dying: pairs of an output and an input, by their numbers.
         """
-        region = self.region
-        allowed = overwritable(make_plan(region, CPU, self.classes))
-        found: dict[int, int] = {}
+        region, found = self.region, dict[int, int]()
         for output, dead in dying:
-            name = region.outputs[output].buffer.name
-            if region.inputs[dead].name in allowed[name] and dead not in found.values():
+            allowed = self._overwritable[region.outputs[output].buffer.name]
+            if region.inputs[dead].name in allowed and dead not in found.values():
                 found.setdefault(output, dead)
         return found
+
+    @cached_property
+    def _overwritable(self) -> Mapping[str, frozenset[str]]:
+        return overwritable(make_plan(self.region, CPU, self.classes))
 
     def _load(self) -> ctypes._NamedFuncPointer | None:
         """The kernel's entry, once it is built; None, with one warning, where that fails."""
