@@ -21,6 +21,7 @@ from snapshots import assert_snapshot
 from normpass.backend.codegen.triton import generate
 from normpass.backend.program.machine import GPU
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import launch_triton
 from normpass.decomps.torch_versions import release
 from normpass.passes.region import DTYPE_NAMES, parse
@@ -187,6 +188,21 @@ def test_every_function_compiles(dtype: str) -> None:
 def test_resident_rows_stay_in_registers(name: str, c: str, tmp_path: Path) -> None:
     text = source(name, c=c)
     # One pass: a row's data is loaded once.
+    assert text.text.count("tl.load(p_x ") == 1
+    for kernel in compiled(text, 90):
+        spilled = stack_bytes(kernel.asm["cubin"], tmp_path)
+        if spilled is None:
+            pytest.skip("Triton's cuobjdump does not tell what a kernel spills")
+        assert spilled == 0
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("name", ["layer_norm_backward", "layer_norm_forward"])
+def test_rows_of_bounded_sizes_stay_in_registers(name: str, tmp_path: Path) -> None:
+    """Their length is known at run time only, and that it is at most 4096."""
+    plan = make_plan(parse(region(name, c="?")), GPU, size_classes([512, 3000]))
+    text = generate(plan)
     assert text.text.count("tl.load(p_x ") == 1
     for kernel in compiled(text, 90):
         spilled = stack_bytes(kernel.asm["cubin"], tmp_path)
