@@ -186,14 +186,7 @@ def test_every_function_compiles(dtype: str) -> None:
 @pytest.mark.parametrize("c", ["1024", "2048", "4096", "8192"])
 @pytest.mark.parametrize("name", ["layer_norm_backward", "rms_norm_backward", "layer_norm_forward"])
 def test_resident_rows_stay_in_registers(name: str, c: str, tmp_path: Path) -> None:
-    text = source(name, c=c)
-    # One pass: a row's data is loaded once.
-    assert text.text.count("tl.load(p_x ") == 1
-    for kernel in compiled(text, 90):
-        spilled = stack_bytes(kernel.asm["cubin"], tmp_path)
-        if spilled is None:
-            pytest.skip("Triton's cuobjdump does not tell what a kernel spills")
-        assert spilled == 0
+    check_resident(source(name, c=c), tmp_path)
 
 
 @needs_triton
@@ -202,10 +195,14 @@ def test_resident_rows_stay_in_registers(name: str, c: str, tmp_path: Path) -> N
 def test_rows_of_bounded_sizes_stay_in_registers(name: str, tmp_path: Path) -> None:
     """Their length is known at run time only, and that it is at most 4096."""
     plan = make_plan(parse(region(name, c="?")), GPU, size_classes([512, 3000]))
-    text = generate(plan)
+    check_resident(generate(plan), tmp_path)
+
+
+def check_resident(text: TritonSource, folder: Path) -> None:
+    """Of one pass: a row's data is loaded once. Skips where the compiler does not tell."""
     assert text.text.count("tl.load(p_x ") == 1
     for kernel in compiled(text, 90):
-        spilled = stack_bytes(kernel.asm["cubin"], tmp_path)
+        spilled = stack_bytes(kernel.asm["cubin"], folder)
         if spilled is None:
             pytest.skip("Triton's cuobjdump does not tell what a kernel spills")
         assert spilled == 0
