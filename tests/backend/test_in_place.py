@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import bounded
 import oracles
 import pytest
 import random_regions
+import sympy
 import torch
 import torch.nn.functional as F
 import triton_regions
@@ -21,6 +23,7 @@ from normpass.backend.program.in_place import overwritable
 from normpass.backend.program.machine import CPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
+from normpass.backend.program.tree import Load, Loop, LoopAxis, Store, walk
 from normpass.backend.run import runtime
 from normpass.benchmarks.measure import peak_bytes
 from normpass.passes.region import Region, parse
@@ -108,6 +111,22 @@ def test_only_the_same_element_is_written_over() -> None:
     assert names_of(ACROSS) == {"y0": {"g"}}
     text = ACROSS.replace("x: f32[r c]", "x: f32[r c] (1, 64)")
     assert overwritable(make_plan(parse(text)))["y0"] == {"x", "g"}  # the same memory, in effect
+
+
+def test_neither_numbers_of_another_size_nor_what_the_next_row_reads() -> None:
+    text = ACROSS.replace("x: f32[r c]", "x: bf16[c r]")
+    plan = make_plan(parse(text))
+    assert overwritable(plan) == {"y0": {"g"}}
+    (rows,) = (axis for axis in plan.axes if "r" in axis.parts)
+    load, store = (
+        next(n for n in walk(*plan.body) if isinstance(n, kind) and n.access.buffer.name == name)
+        for kind, name in ((Load, "g"), (Store, "y0"))
+    )
+    again = LoopAxis("again", sympy.Integer(3), ("again",), 3, 3)
+    pass_ = Loop(rows, (load,)), Loop(rows, (store,))
+    assert overwritable(replace(plan, body=pass_)) == {"y0": {"g"}}
+    assert overwritable(replace(plan, body=(Loop(again, pass_),))) == {"y0": set()}
+    assert overwritable(replace(plan, body=pass_[::-1])) == {"y0": set()}
 
 
 # ---- kernels
@@ -276,6 +295,30 @@ def test_halves_of_one_tensor_stay() -> None:
 
     found, _ = compiled(f, X, W)
     agree(found, f, X, W)
+
+
+def test_a_part_of_a_tensor_stays() -> None:
+    """A result in its place would keep all of it."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm((x @ w.t())[:128], (512,)) @ w
+
+    found, places = compiled(f, X, W)
+    agree(found, f, X, W)
+    assert places[0] == "normpass_call_site()"
+
+
+def test_a_tensor_that_is_read_in_two_ways_stays() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x @ x.t()
+        return F.softmax(y, -1) + y.as_strided((256, 256), (1, 256)).sin()
+
+    with torch.no_grad():
+        torch._dynamo.reset()
+        function = torch.compile(f, backend="normpass", options={"least_bytes": 0})
+        y, (code,) = run_and_get_code(lambda: function(X / 8))
+    assert "= normpass_call_site()" in code
+    oracles.assert_no_less_accurate(y, f(X / 8), f(X.double() / 8))
 
 
 def test_memory_of_what_was_written_over_is_not_given_away() -> None:
