@@ -19,6 +19,7 @@ from normpass.backend.program.reductions import REDUCTIONS
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.program.tree import (
     Accumulate,
+    Allocate,
     Begin,
     Compute,
     Finish,
@@ -28,7 +29,6 @@ from normpass.backend.program.tree import (
     Recall,
     Regroup,
     Store,
-    walk,
 )
 from normpass.passes.region import EXPAND
 
@@ -79,10 +79,6 @@ class _Printer:
             self.line(1, f"{sympy.Symbol(name)} = sizes[{k}]")
         for axis in self.plan.axes:
             self.line(1, f"n_{axis.name} = {axis.extent}".replace("/", "//"))
-        for keep in walk(*self.plan.body):
-            if isinstance(keep, Keep):
-                array = self.array(keep.value, keep.axes)
-                self.line(1, f"{array} = np.empty({self.elements(keep.axes)})")
         self.nodes(1, self.plan.body)
         self.line(1, "pass")
         return "\n".join(self.lines)
@@ -120,6 +116,10 @@ class _Printer:
                 return f"p_{access.buffer.name}[{self.offset(access.strides)}] = v_{output.value}"
             case Compute(op):
                 return f"v_{op.name} = {self.computed(node)}"
+            case Allocate(space):
+                return (
+                    f"{self.array(space.value, space.axes)} = np.empty({self.elements(space.axes)})"
+                )
             case Keep(value, axes, _):
                 return f"{self.element(value, axes)} = v_{value}"
             case Recall(value, axes, _):
@@ -139,8 +139,7 @@ class _Printer:
             case Begin():
                 neutral = f"float('{REDUCTIONS[fn].neutral}')"
                 if accumulator.axes:
-                    array = self.array(name, accumulator.axes)
-                    return f"{array} = np.full({self.elements(accumulator.axes)}, {neutral})"
+                    return f"{self.array(name, accumulator.axes)}.fill({neutral})"
                 return f"v_{name} = {neutral}"
             case Accumulate():
                 return f"{place} = COMBINE['{fn}']({place}, float(v_{accumulator.operand}))"

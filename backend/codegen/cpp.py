@@ -12,22 +12,22 @@ cpp_leaves.py what stands in these.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cpp_loops import LoopPrinter
 from normpass.backend.codegen.text import TYPES, index_expression
 from normpass.backend.program.reductions import REDUCTIONS
 from normpass.backend.program.tree import (
-    Accumulate,
     Accumulator,
+    Allocate,
     Begin,
     Finish,
-    Keep,
     Lanes,
     Loop,
     Node,
     Plan,
-    walk,
+    Workspace,
 )
 
 if TYPE_CHECKING:
@@ -78,21 +78,43 @@ class _Printer(LoopPrinter):
     # -- loops
 
     def top(self, nodes: Sequence[Node]) -> None:
-        """The outermost body: what is shared by all workers, and the loops they divide."""
-        for node in nodes:
-            if isinstance(node, Loop):
-                self.shared_loop(node)
-            elif isinstance(node, Begin) and node.accumulator.shared:
-                self.begin_shared(node.accumulator)
-            elif isinstance(node, Finish) and node.accumulator.shared:
-                self.finish_shared(node.accumulator)
-            else:
-                self.leaf(node)
+        """The outermost body: arrays, and the loops that workers divide."""
+        for before, node in pairwise((None, *nodes)):
+            if self.begins_part(node) and not isinstance(before, Allocate):
+                self.line()
+            match node:
+                case Loop():
+                    self.shared_loop(node)
+                case Allocate(space):
+                    self.allocate(space)
+                case Finish(accumulator) if accumulator.shared:
+                    self.finish_shared(accumulator)
+                case Begin(accumulator) if accumulator.shared:
+                    pass  # each worker begins
+                case None:
+                    pass
+                case _:
+                    self.leaf(node)
 
-    def begin_shared(self, accumulator: Accumulator) -> None:
-        name = self.array(accumulator.op.name, accumulator.axes)
-        kind = f"Partials<scalar, {REDUCTIONS[accumulator.op.fn].cpp}>"
-        self.line(f"{kind} parts_{name}(workers, {self.size_of(accumulator)});")
+    def begins_part(self, node: Node | None) -> bool:
+        """Whether a loop begins here, or the arrays that it is the first to need."""
+        match node:
+            case Allocate(space):
+                return not space.is_shared_sum
+            case Loop():
+                return True
+        return False
+
+    def allocate(self, space: Workspace) -> None:
+        name, size = self.array(space.value, space.axes), self.array_size(space.value, space.axes)
+        workers = "workers" if space.each else "1"
+        rows = f" * {self.rows_together()}" if space.rows else ""
+        kind = "Arrays<scalar>"
+        if space.sums and (space.sums.shared or space.sums.long):
+            kind = f"Partials<scalar, {REDUCTIONS[space.sums.op.fn].cpp}>"
+        self.line(f"{kind} parts_{name}({workers}, {size}{rows});")
+        if not space.each:  # a later loop reads it
+            self.line(f"scalar* const {name} = parts_{name}.of(0);")
 
     def finish_shared(self, accumulator: Accumulator) -> None:
         name = self.array(accumulator.op.name, accumulator.axes)
@@ -102,34 +124,6 @@ class _Printer(LoopPrinter):
 
     def shared_loop(self, node: Loop) -> None:
         """A loop that workers divide, with the arrays that each of them has."""
-        inside = list(walk(node))
-        kept = {self.array(n.value, n.axes): n for n in inside if isinstance(n, Keep)}
-        own = {
-            self.array(n.accumulator.op.name, n.accumulator.axes): n.accumulator
-            for n in inside
-            if isinstance(n, Begin) and n.accumulator.axes
-        }
-        shared = {
-            self.array(n.accumulator.op.name, n.accumulator.axes): n.accumulator
-            for n in inside
-            if isinstance(n, Accumulate) and n.accumulator.shared
-        }
-        self.line()
-        for name, keep in kept.items():
-            size = self.array_size(keep.value, keep.axes)
-            private = node.parallel and not keep.shared
-            rows = self.rows_each(keep)
-            if name in self.declared:  # an earlier loop computed it too, and is done with it
-                continue
-            self.declared.add(name)
-            self.line(
-                f"Arrays<scalar> parts_{name}({'workers' if private else '1'}, {size}{rows});"
-            )
-            if not private:  # a later loop reads it
-                self.line(f"scalar* const {name} = parts_{name}.of(0);")
-        for name, accumulator in own.items():
-            kind = "Partials<scalar, Sum>" if accumulator.long else "Arrays<scalar>"
-            self.line(f"{kind} parts_{name}(workers, {self.size_of(accumulator)});")
         if node.parallel:
             self.line("#pragma omp parallel num_threads(workers)")
         with self.block(""):
@@ -139,31 +133,20 @@ class _Printer(LoopPrinter):
             nest = self.divided(node)
             size = " * ".join(self.extent(loop.axis) for loop in nest)
             self.line(f"const Share mine = share({size}, {workers}, worker{unit});")
-            private_arrays = [
-                name for name, keep in kept.items() if node.parallel and not keep.shared
-            ]
-            for name in (*private_arrays, *own, *shared):
+            for name in (self.array(space.value, space.axes) for space in node.own):
                 self.line(f"scalar* const {name} = parts_{name}.of(worker);")
-            for name in shared:
-                self.line(f"parts_{name}.begin(worker);")
-            totals = [a for a in shared.values() if not a.axes]
+            shared = [space for space in node.own if space.is_shared_sum]
+            for space in shared:
+                self.line(f"parts_{self.array(space.value, space.axes)}.begin(worker);")
+            totals = [space.sums for space in shared if space.sums and not space.axes]
             for accumulator in totals:
                 self.begin(accumulator)
-            self.divided_loop(nest, [name for name, total in shared.items() if total.axes])
+            arrays = [self.array(space.value, space.axes) for space in shared if space.axes]
+            self.divided_loop(nest, arrays)
             self.line("settle();")
             for accumulator in totals:
                 total = self.across(accumulator)
                 self.line(f"*{self.array(accumulator.op.name, ())} = {total};")
-
-    def rows_each(self, keep: Keep) -> str:
-        """The factor by which an array is larger because each of the rows that go together has its
-        own.
-        """
-        together = self.plan.together
-        varies = together and together.axis in self.varies[keep.value]
-        if together is None or not varies or together.axis in keep.axes:
-            return ""
-        return f" * {self.rows_of(together.kind)}"
 
     def divided(self, node: Loop) -> list[Loop]:
         """The loops that workers divide as if they were one."""

@@ -184,6 +184,7 @@ class LoopPrinter(LeafPrinter):
                 return self.jam in self.varies[accumulator.operand]
             case Keep(value, _, _) | Recall(value, _, _):
                 return self.jam in self.varies[value]
+        return False
 
     def declare(self, node: Leaf) -> None:
         """Declares what a leaf defines, once for each jammed row."""

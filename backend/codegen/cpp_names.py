@@ -42,7 +42,6 @@ class Names:
         self.each: set[str] = set()  # values computed in lanes along rows, to be read one by one
         self.indexed: set[str] = set()  # values and accumulators of which every jammed row has one
         self.held: set[str] = set()  # array accumulators held in a register for the rows of a jam
-        self.declared: set[str] = set()  # arrays for values that loops compute in passing
 
     # -- text
 
@@ -132,8 +131,9 @@ class Names:
         """
         return self.is_vector(value) and self.plan.vector not in axes
 
-    def rows_of(self, kind: Jam | Abreast) -> str:
+    def rows_together(self) -> str:
         """How many rows go together."""
+        kind = self.plan.together.kind if self.plan.together else None
         return str(kind.rows) if isinstance(kind, Jam) else "Vec::size()"
 
     def size_of(self, accumulator: Accumulator) -> str:

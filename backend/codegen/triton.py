@@ -97,11 +97,13 @@ def _launch(printer: KernelPrinter, parts: dict[str, str]) -> list[str]:
         count = divide_up(extent, blocks.size[SHARED], "triton.cdiv")
         lines.append(f"shares_{number} = lib.share_count({programs}, {tiles}, {count})")
         grid = times(f"shares_{number}", tiles)
-    for value, (many, size) in printer.parts.items():
-        lines.append(f"parts_{value} = torch.empty({times(many, size)}, **like)")
-        parts[f"n_parts_{value}"] = many
-    for value, size in printer.kept.items():
-        lines.append(f"kept_{value} = torch.empty({size}, **like)")
+    for space in printer.launch.workspaces:
+        name, size = space.value, printer.space_size(space)
+        if space.is_shared_sum:
+            parts[f"n_parts_{name}"] = printer.how_many(space)
+            size = times(printer.how_many(space), size)
+        kind = "parts" if space.is_shared_sum else "kept"
+        lines.append(f"{kind}_{name} = torch.empty({size}, **like)")
     given = {"shares": f"shares_{number}", **parts}
     lines.append(f"{printer.kernel.name}[({grid},)](")
     lines += [f"    {given.get(name, name)}," for name, _ in printer.kernel.arguments]

@@ -47,7 +47,7 @@ class KernelPrinter(LeafPrinter):
     # -- text
 
     def source(self) -> list[str]:
-        """The kernel's lines. Also completes `kernel`, `kept` and `parts`."""
+        """The kernel's lines. Also completes `kernel`."""
         self.coordinates()
         for leaf in self.launch.scalars:
             self.leaf(leaf)

@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     import sympy
 
     from normpass.backend.codegen.triton_layout import Names
-    from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Plan
+    from normpass.backend.program.tree import (
+        Access,
+        Accumulator,
+        Launch,
+        Leaf,
+        LoopAxis,
+        Plan,
+        Workspace,
+    )
     from normpass.passes.region import Arg, Op, Region
 
 
@@ -46,11 +54,7 @@ BARE = dict.fromkeys(("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge"), 
 
 
 class LeafPrinter(ProgramPrinter):
-    """Prints leaves, one at a time.
-
-    kept, parts: arrays that this launch is the first to write; their sizes, and how many partial
-    results there are.
-    """
+    """Prints leaves, one at a time."""
 
     def __init__(self, plan: Plan, launch: Launch, number: int, names: Names) -> None:
         super().__init__(plan, launch, names)
@@ -60,8 +64,6 @@ class LeafPrinter(ProgramPrinter):
         self.truth = truth_values(plan.region)
         self.type = "tl.float64" if plan.region.compute_dtype is torch.float64 else "tl.float32"
         self.combined = {accumulator.op.name: accumulator for accumulator in launch.combined}
-        self.kept: dict[str, str] = {}
-        self.parts: dict[str, tuple[str, str]] = {}
 
     def leaf(self, node: Leaf) -> None:
         match node:
@@ -159,15 +161,20 @@ class LeafPrinter(ProgramPrinter):
 
     def partial(self, accumulator: Accumulator) -> str:
         """The address of a program's own partial result."""
-        name = accumulator.op.name
-        others = [axis for axis in self.tiles if axis.name not in accumulator.axes]
         index = "share"
-        for axis in others:
+        for axis in self.beside(accumulator.axes):
             count = self.tiles_text([axis], "tl.cdiv")
             index = f"({index} * {count} + {self.coordinate(axis)})"
-        many = times(f"shares_{self.number}", self.tiles_text(others, "triton.cdiv"))
-        self.parts[name] = (many, factor(index_expression(self.array_size(accumulator.axes))))
         return self.part(accumulator, index)
+
+    def beside(self, axes: Iterable[str]) -> list[LoopAxis]:
+        """The axes in tiles whose programs have partial results of the same elements."""
+        return [axis for axis in self.tiles if axis.name not in axes]
+
+    def how_many(self, space: Workspace) -> str:
+        """How many partial results there are, as the launcher says it."""
+        beside = self.tiles_text(self.beside(space.axes), "triton.cdiv")
+        return times(f"shares_{self.number}", beside)
 
     def part(self, accumulator: Accumulator, index: str) -> str:
         """The address of one of several partial results."""
@@ -181,9 +188,9 @@ class LeafPrinter(ProgramPrinter):
         axes = self.varies[value]
         return f"{self.use(f'kept_{value}')}{self.offset(self.plan.array_strides(axes))}"
 
-    def kept_size(self, value: str) -> str:
-        """Elements of the array that a value is kept in, as the launcher says it."""
-        return factor(index_expression(self.array_size(self.varies[value])))
+    def space_size(self, space: Workspace) -> str:
+        """Elements of an array, of each program's own if it has one, as the launcher says it."""
+        return factor(index_expression(self.array_size(space.axes)))
 
     def array(self, accumulator: Accumulator) -> str:
         """The address of an accumulator's element in global memory."""
@@ -215,15 +222,14 @@ class LeafPrinter(ProgramPrinter):
 
     def loops_between(self, accumulator: Accumulator) -> bool:
         """Whether values are added in a loop of the text, rather than all at once."""
-        return accumulator.shared or bool(self.streamed(accumulator.op.axes))
+        return accumulator.shared or bool(self.launch.streamed(accumulator.op.axes))
 
     def begin(self, accumulator: Accumulator) -> None:
         op = accumulator.op
-        neutral, streamed = number(REDUCTIONS[op.fn].neutral), self.streamed(accumulator.axes)
+        neutral = number(REDUCTIONS[op.fn].neutral)
+        streamed = self.launch.streamed(accumulator.axes)
         if streamed:
             address = self.array(accumulator)
-            if not accumulator.shared:
-                self.kept[op.name] = self.kept_size(op.name)
             with self.over(streamed):
                 dims = self.dims_of(self.address_axes(accumulator))
                 self.write(address, f"tl.full({self.shape(dims)}, {neutral}, {self.type})", dims)
@@ -239,7 +245,7 @@ class LeafPrinter(ProgramPrinter):
     def accumulate(self, accumulator: Accumulator) -> None:
         op = accumulator.op
         text, combine = self.masked(accumulator), REDUCTIONS[op.fn].combine
-        if self.streamed(accumulator.axes):
+        if self.launch.streamed(accumulator.axes):
             address, dims = self.array(accumulator), self.dims_of(self.address_axes(accumulator))
             text = self.reduce(accumulator, text)
             self.write(address, combine.format(self.read(address, dims), text), dims)
@@ -248,7 +254,7 @@ class LeafPrinter(ProgramPrinter):
             self.line(f"acc_{op.name} = {combine.format(f'acc_{op.name}', text)}")
 
     def finish(self, accumulator: Accumulator) -> None:
-        if self.streamed(accumulator.axes):
+        if self.launch.streamed(accumulator.axes):
             return
         looped = self.loops_between(accumulator)
         text = f"acc_{accumulator.op.name}" if looped else self.masked(accumulator)
@@ -256,7 +262,7 @@ class LeafPrinter(ProgramPrinter):
 
     def leave(self, accumulator: Accumulator) -> None:
         """Writes a program's partial result, unless it was added up there."""
-        if self.streamed(accumulator.axes):
+        if self.launch.streamed(accumulator.axes):
             return
         text = self.reduce(accumulator, f"acc_{accumulator.op.name}")
         self.write(self.partial(accumulator), text, self.dims_of(accumulator.axes))
@@ -264,9 +270,8 @@ class LeafPrinter(ProgramPrinter):
     # -- arrays
 
     def keep(self, value: str, axes: tuple[str, ...], *, shared: bool) -> None:
-        if not shared and not self.streamed(axes):
+        if not shared and not self.launch.streamed(axes):
             return
-        self.kept[value] = self.kept_size(value)
         dims = self.dims_of(self.varies[value])
         self.write(self.element(value), self.as_number(value), dims)
         if not shared:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen.triton_layout import Layout, Names, divided
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from normpass.backend.program.tree import Launch, LoopAxis, Plan
 
@@ -109,11 +109,6 @@ class ProgramPrinter(Layout):
                 self.bound(self.plan.axis[axis])
             with self.over(rest):
                 yield
-
-    def streamed(self, axes: Iterable[str]) -> list[str]:
-        """Those axes of which a program sees a chunk at a time."""
-        inner = {axis.name for axis in self.launch.inner}
-        return [a for a in axes if a in inner and a not in self.blocks.resident]
 
     def unravel(self, row: str) -> None:
         """The index along each of several shared axes."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.program.tree import (
     Abreast,
     Accumulate,
+    Allocate,
     Begin,
     Compute,
     Finish,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         LoopAxis,
         Node,
         Plan,
+        Workspace,
     )
 
 
@@ -117,14 +119,23 @@ def _leaf(node: Leaf) -> str:
     return _array(node)
 
 
-def _array(node: Keep | Recall | Regroup) -> str:
+def _array(node: Keep | Recall | Regroup | Allocate) -> str:
     match node:
+        case Allocate(space):
+            return f"array   {_space(space)}"
         case Keep(value, axes, shared):
             return f"keep    {value}{_axes(axes)}{_whose(shared=shared)}"
         case Recall(value, axes, shared):
             return f"recall  {value}{_axes(axes)}{_whose(shared=shared)}"
         case Regroup(op, array):
             return f"{op.name:<7} = regroup {array.value}{_axes(array.axes)}"
+
+
+def _space(space: Workspace) -> str:
+    """An array, and how many of it there are."""
+    text = f"{space.value}{_axes(space.axes)}"
+    text += ", for each of the rows that go together" if space.rows else ""
+    return text + (", for each worker" if space.each else "")
 
 
 def _accumulator(accumulator: Accumulator) -> str:
@@ -175,4 +186,6 @@ def _launch(number: int, launch: Launch) -> str:
         [f"combines {blocks.parts} parts of {' '.join(combined)} at a time"] if combined else []
     )
     found += [f"leaves parts of {' '.join(a.op.name for a in launch.shared)}"] * bool(launch.shared)
+    kept = [f"{space.value}{_axes(space.axes)}" for space in launch.workspaces if not space.each]
+    found += [f"writes {' '.join(kept)}"] if kept else []
     return ", ".join([*found, f"{blocks.warps} warps"])

@@ -31,6 +31,7 @@ from normpass.backend.program.tiles import with_blocks
 from normpass.backend.program.tree import LoopAxis, Plan
 from normpass.backend.program.variances import variances_in_blocks
 from normpass.backend.program.verify import verified
+from normpass.backend.program.workspaces import with_workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +59,7 @@ def make_plan(region: Region, machine: Machine = CPU, classes: tuple[SizeClass, 
     if machine.tiling:
         plan = verified(with_launches(plan), "launches")
         plan = verified(with_blocks(plan, machine.tiling), "blocks")
-    return plan
+    return verified(with_workspaces(plan), "workspaces")
 
 
 def placed(region: Region, machine: Machine, classes: Sequence[SizeClass] = ()) -> Plan:

@@ -74,6 +74,25 @@ class Accumulator:
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """An array in memory with one element of a value for each along some axes. each: whether every
+    worker, or program of a GPU, has one of its own. rows: whether each of the rows that go together
+    has. sums: what is added up there.
+    """
+
+    value: str
+    axes: tuple[str, ...]
+    each: bool
+    rows: bool = False
+    sums: Accumulator | None = None
+
+    @property
+    def is_shared_sum(self) -> bool:
+        """Whether what workers have added up there is combined afterwards."""
+        return self.sums is not None and self.sums.shared
+
+
+@dataclass(frozen=True)
 class Ahead:
     """How far ahead memory is asked for: so many elements, or that many vectors' lanes."""
 
@@ -152,6 +171,13 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Allocate:
+    """Memory for an array, for what follows."""
+
+    workspace: Workspace
+
+
+@dataclass(frozen=True)
 class Lanes:
     """A vector at a time. unrolled: several vectors, each with registers of its own. aligned: the
     row that is written in vectors that begin where memory is aligned.
@@ -189,16 +215,18 @@ class Together:
 @dataclass(frozen=True)
 class Loop:
     """A loop over one axis. parallel: workers divide it; loops right inside of each other that are
-    parallel are divided as if they were one. kind: how it goes; None for one by one.
+    parallel are divided as if they were one. kind: how it goes; None for one by one. own: at the
+    top, the arrays of which every worker has its own.
     """
 
     axis: LoopAxis
     body: tuple[Node, ...]
     parallel: bool = False
     kind: Kind | None = None
+    own: tuple[Workspace, ...] = ()
 
 
-Leaf = Load | Compute | Begin | Accumulate | Finish | Keep | Recall | Regroup | Store
+Leaf = Load | Compute | Begin | Accumulate | Finish | Keep | Recall | Regroup | Store | Allocate
 Node = Leaf | Loop
 
 
@@ -232,6 +260,7 @@ class Launch:
     shared: accumulators whose partial results leave the launch.
     combined: accumulators whose partial results it combines.
     blocks: how programs go through it.
+    workspaces: the arrays in global memory that it writes to.
     """
 
     outer: tuple[LoopAxis, ...]
@@ -240,12 +269,18 @@ class Launch:
     shared: tuple[Accumulator, ...] = ()
     combined: tuple[Accumulator, ...] = ()
     blocks: Blocks = Blocks((), {}, frozenset(), 1, 1)
+    workspaces: tuple[Workspace, ...] = ()
 
     @property
     def inner(self) -> tuple[LoopAxis, ...]:
         """The axes that each program loops over or holds in blocks."""
         loops = [node.axis for node in walk(*self.body) if isinstance(node, Loop)]
         return tuple(dict.fromkeys(loops))
+
+    def streamed(self, axes: Iterable[str]) -> list[str]:
+        """Those axes of which a program sees a block at a time."""
+        inner = {axis.name for axis in self.inner}
+        return [axis for axis in axes if axis in inner and axis not in self.blocks.resident]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What holds for a program after every pass: a fault of ours is found where it was made, and not in
 a kernel's numbers.
 
-A value is used where it is defined, an array is read after it was written, sums begin before
-anything is added to them and end, every tensor is written once, and a loop goes as its axis can.
+A value is used where it is defined, an array has memory before it is written and is read after
+that, sums begin before anything is added to them and end, every tensor is written once, and a loop
+goes as its axis can.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from normpass.backend.program.listing import listing
 from normpass.backend.program.tree import (
     Accumulate,
     Accumulator,
+    Allocate,
     Begin,
     Compute,
     Finish,
@@ -68,6 +70,7 @@ class _Reader:
 
     open: the loops around. defined: the values there are. arrays: what was written to arrays.
     begun: sums that are being added up. parts: those of which launches have left partial results.
+    spaces: arrays that have memory; None before there is such.
     """
 
     def __init__(self, plan: Plan, after: str) -> None:
@@ -78,6 +81,8 @@ class _Reader:
         self.begun: dict[str, Accumulator] = {}
         self.parts: set[str] = set()
         self.stored: Counter[str] = Counter()
+        allocated = any(isinstance(node, Allocate) for node in plan.body)
+        self.spaces: set[tuple[str, tuple[str, ...]]] | None = set() if allocated else None
 
     def read(self) -> None:
         names = [axis.name for axis in self.plan.axes]
@@ -178,6 +183,9 @@ class _Reader:
                 self.stored[output.buffer.name] += 1
             case Keep() | Recall() | Regroup():
                 self.array(node)
+            case Allocate(space) if self.spaces is not None:
+                self.expect(not self.open, "arrays at the top", f"one of {space.value}")
+                self.spaces.add((space.value, space.axes))
         name = definition(node)
         if name and not (isinstance(node, Finish) and node.accumulator.axes):
             self.defined.add(name)
@@ -186,6 +194,7 @@ class _Reader:
         match node:
             case Keep(value, axes, _):
                 self.inside(axes)
+                self.has_memory(value, axes)
                 self.arrays.add(value)
             case Recall(value, axes, _):
                 self.inside(axes)
@@ -200,8 +209,16 @@ class _Reader:
         known = self.arrays | self.parts
         self.expect(value in known, f"an array of {value}", f"those of {sorted(known)}")
 
+    def has_memory(self, value: str, axes: tuple[str, ...]) -> None:
+        known = self.spaces
+        self.expect(
+            known is None or (value, axes) in known, f"memory of {value}{axes}", f"that of {known}"
+        )
+
     def begin(self, accumulator: Accumulator) -> None:
         name = accumulator.op.name
+        if accumulator.axes:
+            self.has_memory(name, accumulator.axes)
         self.expect(
             name not in self.begun or bool(self.plan.launches and accumulator.shared),
             f"one beginning of {name}",

@@ -21,6 +21,7 @@ from normpass.backend.program.machine import CPU, GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import (
     Accumulate,
+    Allocate,
     Begin,
     Finish,
     Jam,
@@ -129,6 +130,7 @@ BROKEN = {
     "a sum that never ends": (without(Finish), r"expected \['sum_gw', 'n'\] to be there"),
     "a tensor that is not written": (without(Store), "expected stores of"),
     "an array that is never written": (without(Keep), "expected an array of"),
+    "sums without memory": (without(Allocate), r"memory of dw\('c',\)"),
     "workers inside of one worker": (loops("c", parallel=True), "expected a loop of one worker"),
     "lanes along rows": (loops("r", kind=Lanes()), "expected lanes along"),
     "columns that go together": (loops("c", kind=Jam(4)), "rows of r together"),
