@@ -97,7 +97,8 @@ class Calibration:
 @dataclass(frozen=True)
 class Conditions:
     """What a decision depends on besides the region: the machine's caches, of which `private` are
-    a core's own, its threads, and what work costs on it; None where nobody has measured.
+    a core's own, its threads or multiprocessors, and what work costs on it; None where nobody has
+    measured.
     """
 
     caches: Caches

@@ -1,4 +1,5 @@
-"""What a kernel does, read off its plan: what it moves through memory, and what it computes.
+"""What a kernel does, read off its plan: what it moves through memory, and what it computes. Here a
+CPU's; launch_traffic.py has a GPU's.
 
 The rule. A tensor's first sweep comes from memory. A later phase of the same loop body that reads
 it again finds it in cache if all that the phases in between touch, with the loops around that body
@@ -18,6 +19,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from normpass.backend.program.in_place import overwritable
+from normpass.backend.program.launch_traffic import work_of_launches
 from normpass.backend.program.machine import CPU, ELEMENTS_PER_WORKER, GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes, symbol
@@ -55,6 +57,8 @@ def traffic(text: str, sizes: Sequence[int], device: str, conditions: Conditions
     extents = region.extents(sizes)
     symbols = {symbol(name): extent for name, extent in extents.items()}
     lengths = {axis.name: int(axis.extent.subs(symbols)) for axis in plan.axes}
+    if plan.launches:
+        return work_of_launches(plan, lengths, conditions)
     sweeps = _Sweeps(lengths, conditions.caches)
     counts = sweeps.of(plan.body, frozenset())
     loaded = {node.access.buffer.name: node.access for node in _leaves(plan.body, Load)}
@@ -74,7 +78,7 @@ def traffic(text: str, sizes: Sequence[int], device: str, conditions: Conditions
         regrouped=done.regrouped,
         piece=lengths[plan.vector],
         workers=workers,
-        over=frozenset().union(*overwritable(plan).values()) if device == "cpu" else frozenset(),
+        over=frozenset().union(*overwritable(plan).values()),
     )
 
 

@@ -1,33 +1,40 @@
-"""The sizes of this machine's caches."""
+"""The sizes of this machine's caches, and how many multiprocessors its GPU has."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from normpass.passes.cost import Caches
 
-# Where nobody tells: a second-level cache of a core, a last-level cache, a multiprocessor's memory.
+# Where nobody tells: a second-level cache of a core, a last-level cache, multiprocessors of a GPU.
 USUAL_PRIVATE = 1024 * 1024
 USUAL_LAST = 32 * 1024 * 1024
-MULTIPROCESSOR = 228 * 1024
+USUAL_MULTIPROCESSORS = 108
 
 
 @cache
 def caches_of(device: str) -> Caches:
     """What this machine has: on a CPU the larger of a core's second level and its share of the
-    last one.
+    last one, on a GPU the last one and what a multiprocessor may take of it.
     """
     if device == "cuda":
-        card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-        shared = getattr(card, "L2_cache_size", USUAL_LAST)
-        return Caches(
-            max(MULTIPROCESSOR, shared // getattr(card, "multi_processor_count", 1 << 30)), shared
-        )
+        shared = getattr(_card(), "L2_cache_size", USUAL_LAST)
+        return Caches(shared // multiprocessors(), shared)
     last = _level(3, USUAL_LAST)
     return Caches(max(private_cache(), last // torch.get_num_threads()), last)
+
+
+def multiprocessors() -> int:
+    """Of this machine's GPU."""
+    return int(getattr(_card(), "multi_processor_count", USUAL_MULTIPROCESSORS))
+
+
+def _card() -> Any:
+    return torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 
 
 @cache

@@ -133,6 +133,46 @@ def test_statistics_over_the_whole_tensor(shared: int, passes: int) -> None:
     assert found.written == 4096 * 8 * 4 + 8 * 4
 
 
+# ---- launches of a GPU of four multiprocessors, each of which runs four programs of four warps
+
+
+def gpu(cache: int) -> Conditions:
+    return machine(worker=1, shared=cache, threads=4)
+
+
+def test_programs_read_what_they_hold_once() -> None:
+    rows, blocks, programs = 4096, 4096 // 32, 16
+    found = traffic(LAYER_NORM_BACKWARD.replace("r=?", f"r={rows}"), [], "cuda", gpu(1 << 20))
+    whole = rows * ROW * 4
+    assert found.read == 2 * whole + 2 * rows * 4 + ROW * 4
+    assert found.written == whole + ROW * 4
+    # w for every block of rows but the first, and each program's part of dw, written and read.
+    assert found.again == (blocks - 1) * ROW * 4 + 2 * programs * ROW * 4
+    assert dict(found.functions) == {"div": 2 * rows}
+    assert (found.passes, found.launches, found.workers) == (1, 2, 4)
+
+
+@pytest.mark.parametrize(("cache", "passes"), [(1 << 25, 1), (4 << 20, 1), ((4 << 20) - 1, 3)])
+def test_streamed_rows_stay_if_those_of_all_programs_do(cache: int, passes: int) -> None:
+    rows, row = 16, 128 * 1024  # a program has eight warps: eight of them run at once
+    text = SOFTMAX.replace("r=?", f"r={rows}").replace("c=64", f"c={row}")
+    found = traffic(text, [], "cuda", gpu(cache))
+    whole = rows * row * 4
+    assert (found.read, found.again) == (passes * whole, (3 - passes) * whole)
+    assert (found.written, found.passes, found.launches) == (whole, passes, 1)
+    # What is not held is computed again.
+    assert dict(found.functions) == {"exp": 2 * rows * row, "div": rows * row}
+
+
+@pytest.mark.parametrize(("cache", "passes"), [(1 << 20, 1), (2 * 4096 * 8 * 4 - 1, 2)])
+def test_a_launch_finds_what_an_earlier_one_read(cache: int, passes: int) -> None:
+    found = traffic(CHANNELS_LAST, [], "cuda", gpu(cache))
+    both, programs = 2 * 4096 * 8 * 4, 16
+    assert (found.read, found.passes, found.launches) == (passes * both, passes, 3)
+    # Every program's sums, and theirs together, are written and read.
+    assert found.again == (2 - passes) * both + 2 * (programs + 1) * 8 * 4
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_this_machine_has_caches(device: str) -> None:
     caches = caches_of(device)
