@@ -4,17 +4,15 @@ over them: less memory, and lines that are in cache already.
 Inductor does that with loops of its own and with what it allocates itself, by when each buffer is
 read for the last time. What it would keep for later results of the same size is taken from it here.
 
-Uses of torch._inductor (V.graph.scheduler.current_node and its last_usage, try_get_buffer and
-buffers of V.graph, and of the wrapper can_reuse, freed and writeline; ir.FixedLayout, InputBuffer,
-NonOwningLayout, get_inputs_that_alias_output and get_mutation_names) were checked on torch 2.11,
-2.13 and 2.15.
+Uses of torch._inductor (V.graph.scheduler.current_node and its last_usage, V.graph.try_get_buffer,
+and of the wrapper can_reuse, freed and writeline; ir.FixedLayout, ir.InputBuffer and
+get_inputs_that_alias_output) were checked on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from normpass.passes.region import parse
 
@@ -41,8 +39,8 @@ def dying(text: str, inputs: Sequence[Any], wrapper: Any) -> list[tuple[int, int
 
 
 def _dies(x: Any, wrapper: Any) -> bool:
-    """Whether an input is all of a buffer that nobody reads after this call, and that is nobody
-    else's memory.
+    """Whether an input is all of a buffer that nobody reads after this call, and whose memory is
+    its own. Nor is what lies in that memory read later: Inductor counts it as the buffer.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -55,22 +53,7 @@ def _dies(x: Any, wrapper: Any) -> bool:
         return False
     if type(buffer.get_output_spec()) is not ir.FixedLayout or not wrapper.can_reuse(buffer):
         return False
-    if V.graph not in _shared:
-        _shared[V.graph] = frozenset().union(*map(_memory_of, V.graph.buffers))
-    return not buffer.get_inputs_that_alias_output() and name not in _shared[V.graph]
-
-
-# Of each graph the buffers whose memory others are in.
-_shared: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
-
-
-def _memory_of(buffer: Any) -> set[str]:
-    """The other buffers in whose memory one lies."""
-    from torch._inductor import ir
-
-    layout = buffer.get_output_spec()
-    around = [layout.view.get_name()] if isinstance(layout, ir.NonOwningLayout) else []
-    return {*around, *buffer.get_inputs_that_alias_output(), *buffer.get_mutation_names()}
+    return not buffer.get_inputs_that_alias_output()
 
 
 def keep(names: Iterable[str], wrapper: Any) -> None:
