@@ -8,13 +8,17 @@ from normpass.passes.vocabulary import Kind, kind_of, reduced_dims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch.fx import Node
 
     from normpass.passes.domain import Domain
 
-LOCAL_NAMES = ("c", "d", "e", "f")  # axes that inner reductions reduce
-PARALLEL_NAMES = ("r", "q", "n", "m")
+# Axes that inner reductions reduce, and those of rows; n and c are a batch norm's, which reduces
+# the outer one of both.
+LOCAL_NAMES = ("c", "d", "e", "f")
+BATCH_NAMES = ("n", "m")
+ROW_NAMES = ("r", "q", "k", "l")
 
 
 def name_axes(nodes: Sequence[Node], domain: Domain) -> dict[int, str]:
@@ -30,11 +34,37 @@ def name_axes(nodes: Sequence[Node], domain: Domain) -> dict[int, str]:
         for axis in domain.axes(node)
     }
     local = locally_reduced(nodes, domain)
-    pools = {True: iter(LOCAL_NAMES), False: iter(PARALLEL_NAMES)}
-    names: dict[int, str] = {}
-    for axis in (axis for axis in order if axis in needed):
-        names[axis] = next(pools[axis in local], None) or f"k{len(names)}"
-    return names
+    return _named([axis for axis in order if axis in needed], local)
+
+
+def _named(axes: Sequence[int], local: AbstractSet[int]) -> dict[int, str]:
+    """Names for axes in order."""
+    channels = _channels(axes, local)
+    batch = set(axes[: axes.index(channels)] if channels is not None else ()) & local
+    pools = {
+        names: iter(name for name in names if channels is None or name != "c")
+        for names in (LOCAL_NAMES, BATCH_NAMES, ROW_NAMES)
+    }
+    found: dict[int, str] = {}
+    for axis in axes:
+        pool = BATCH_NAMES if axis in batch else LOCAL_NAMES if axis in local else ROW_NAMES
+        name = "c" if axis == channels else next(pools[pool], None)
+        found[axis] = name or f"k{len(found)}"
+    return found
+
+
+def _channels(axes: Sequence[int], local: AbstractSet[int]) -> int | None:
+    """A batch norm's: the first of a row's axes inside of local ones, if there are others inside of
+    it, or none of a row's outside. Else it is a pixel's, of a norm over channels.
+    """
+    is_local = [axis in local for axis in axes]
+    if True not in is_local:
+        return None
+    first = is_local.index(True)
+    inside = [k for k in range(first, len(axes)) if not is_local[k]]
+    if inside and (first == 0 or any(is_local[inside[0] :])):
+        return axes[inside[0]]
+    return None
 
 
 def reduced_axes(node: Node, domain: Domain) -> tuple[int, ...]:

@@ -11,11 +11,12 @@ import sympy
 import torch
 from torch.fx import Node
 
-from normpass.passes.axis_names import LOCAL_NAMES, name_axes, reduced_axes
+from normpass.passes.axis_names import locally_reduced, name_axes, reduced_axes
 from normpass.passes.domain import NotExpressible, extent_of, step_of
 from normpass.passes.escapes import outputs_of
 from normpass.passes.one_hot import INTEGERS, are_positions, holds_integers, is_iota
 from normpass.passes.region import Arg, Axis, Buffer, Output, Region, Stride, verify
+from normpass.passes.value_names import with_names
 from normpass.passes.vocabulary import (
     ADDITIONS,
     COMPOSED,
@@ -97,6 +98,7 @@ class _Lowering:
         self.values: dict[Node, Arg | tuple[Arg, ...]] = {}
         self.sizes: dict[sympy.Expr, str] = {}
         self.axis_names = name_axes(nodes, domain)
+        self.local = locally_reduced(nodes, domain)
         self.writer = OpWriter(domain, self.axis_names)
 
     def run(self) -> Lowered:
@@ -135,7 +137,7 @@ class _Lowering:
         self.check_precision(region)
         sizes = (*dynamic, *self.sizes)
         return Lowered(
-            region,
+            with_names(region),
             tuple(inputs),
             tuple(outputs),
             sizes,
@@ -231,14 +233,13 @@ class _Lowering:
 
     def input(self, node: Node) -> Buffer:
         axes = set(self.domain.axes(node))
-        local = {axis for axis, name in self.axis_names.items() if name in LOCAL_NAMES}
         if holds_integers(node):
             stem = "i"
         elif "tangents" in node.name:
             stem = "g"
-        elif axes and not axes & local:
+        elif axes and not axes & self.local:
             stem = "s"  # a statistic: one number a row
-        elif axes and axes <= local:
+        elif axes and axes <= self.local:
             stem = "w"  # a weight
         else:
             stem = "x"

@@ -16,18 +16,18 @@ input   x: f32[r (q c) d e]
 input   x_1: f32[(q c)]
 input   x_2: f32[(q c)]
 sum     = sum[c d e](x)
-div     = div(sum, 2048.0)
-sub     = sub(x, div)
+mean    = div(sum, 2048.0)
+sub     = sub(x, mean)
 mul     = mul(sub, sub)
 sum_1   = sum[c d e](mul)
-div_1   = div(sum_1, 2048.0)
-add     = add(div_1, 1e-05)
-rsqrt   = rsqrt(add)
-mul_1   = mul(sub, rsqrt)
-mul_2   = mul(mul_1, x_1)
-add_1   = add(mul_2, x_2)
-output  y0: f32[r q] = div
-output  y1: f32[r q] = rsqrt
+var     = div(sum_1, 2048.0)
+add     = add(var, 1e-05)
+rstd    = rsqrt(add)
+x_hat   = mul(sub, rstd)
+mul_1   = mul(x_hat, x_1)
+add_1   = add(mul_1, x_2)
+output  y0: f32[r q] = mean
+output  y1: f32[r q] = rstd
 output  y2: f32[r q c d e] = add_1
 """,
     )
@@ -41,30 +41,30 @@ region group_norm_backward
 axes    r=4 q=8 c=8 d=16 e=16
 input   g: f32[r (q c) d e]
 input   x: f32[r (q c) d e]
-input   s: f32[r q 1 1 1]
-input   s_1: f32[r q 1 1 1]
+input   mean: f32[r q 1 1 1]
+input   rstd: f32[r q 1 1 1]
 input   x_1: f32[(q c)]
-sub     = sub(x, s)
-mul     = mul(sub, s_1)
-mul_1   = mul(g, mul)
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+mul     = mul(g, x_hat)
 sum     = sum[d e](g)
-sum_1   = sum[d e](mul_1)
-mul_2   = mul(sum, x_1)
-sum_2   = sum[c](mul_2)
+sum_1   = sum[d e](mul)
+mul_1   = mul(sum, x_1)
+sum_2   = sum[c](mul_1)
 div     = div(sum_2, 2048.0)
-mul_3   = mul(sum_1, x_1)
-sum_3   = sum[c](mul_3)
+mul_2   = mul(sum_1, x_1)
+sum_3   = sum[c](mul_2)
 div_1   = div(sum_3, 2048.0)
-mul_4   = mul(g, x_1)
-sub_1   = sub(mul_4, div)
-mul_5   = mul(mul, div_1)
-sub_2   = sub(sub_1, mul_5)
-mul_6   = mul(s_1, sub_2)
-sum_4   = sum[r](sum_1)
-sum_5   = sum[r](sum)
-output  y0: f32[r q c d e] = mul_6
-output  y1: f32[q c 1 1] = sum_4
-output  y2: f32[q c 1 1] = sum_5
+mul_3   = mul(g, x_1)
+sub_1   = sub(mul_3, div)
+mul_4   = mul(x_hat, div_1)
+sub_2   = sub(sub_1, mul_4)
+dx      = mul(rstd, sub_2)
+db      = sum[r](sum_1)
+db_1    = sum[r](sum)
+output  y0: f32[r q c d e] = dx
+output  y1: f32[q c 1 1] = db
+output  y2: f32[q c 1 1] = db_1
 """,
     )
 
@@ -76,11 +76,11 @@ def test_group_norm_of_sizes_known_at_run_time() -> None:
 # forward
 -axes    r=4 q=8 c=8 d=16 e=16
 +axes    r=? q=8 c=8 d=? e=?
--div     = div(sum, 2048.0)
+-mean    = div(sum, 2048.0)
 +numel   = numel[c d e]()
-+div     = div(sum, numel)
--div_1   = div(sum_1, 2048.0)
-+div_1   = div(sum_1, numel)
++mean    = div(sum, numel)
+-var     = div(sum_1, 2048.0)
++var     = div(sum_1, numel)
 # backward
 -axes    r=4 q=8 c=8 d=16 e=16
 +axes    r=? q=8 c=8 d=? e=?
@@ -98,35 +98,35 @@ def test_batch_norm_forward() -> None:
         region("batch_norm", "forward"),
         """\
 region batch_norm
-axes    c=4 r=64 d=16 e=16
-input   x: f32[c r d e]
-input   s: f32[r]
-input   s_1: f32[r]
-input   s_2: f32[r]
-input   s_3: f32[r]
-sum     = sum[c d e](x)
-div     = div(sum, 1024.0)
-sub     = sub(x, div)
+axes    n=4 c=64 d=16 e=16
+input   x: f32[n c d e]
+input   s: f32[c]
+input   s_1: f32[c]
+input   s_2: f32[c]
+input   s_3: f32[c]
+sum     = sum[n d e](x)
+mean    = div(sum, 1024.0)
+sub     = sub(x, mean)
 mul     = mul(sub, sub)
-sum_1   = sum[c d e](mul)
-div_1   = div(sum_1, 1024.0)
-add     = add(div_1, 1e-05)
-rsqrt   = rsqrt(add)
-mul_1   = mul(sub, rsqrt)
-mul_2   = mul(div, 0.1)
-mul_3   = mul(s, 0.9)
-add_1   = add(mul_2, mul_3)
-mul_4   = mul(div_1, 1.0009775171065494)
-mul_5   = mul(mul_4, 0.1)
-mul_6   = mul(s_1, 0.9)
-add_2   = add(mul_5, mul_6)
-mul_7   = mul(mul_1, s_2)
-add_3   = add(mul_7, s_3)
-output  y0: f32[1 r 1 1] = div
-output  y1: f32[1 r 1 1] = rsqrt
-output  y2: f32[r] = add_1
-output  y3: f32[r] = add_2
-output  y4: f32[c r d e] = add_3
+sum_1   = sum[n d e](mul)
+var     = div(sum_1, 1024.0)
+add     = add(var, 1e-05)
+rstd    = rsqrt(add)
+x_hat   = mul(sub, rstd)
+mul_1   = mul(mean, 0.1)
+mul_2   = mul(s, 0.9)
+add_1   = add(mul_1, mul_2)
+mul_3   = mul(var, 1.0009775171065494)
+mul_4   = mul(mul_3, 0.1)
+mul_5   = mul(s_1, 0.9)
+add_2   = add(mul_4, mul_5)
+mul_6   = mul(x_hat, s_2)
+add_3   = add(mul_6, s_3)
+output  y0: f32[1 c 1 1] = mean
+output  y1: f32[1 c 1 1] = rstd
+output  y2: f32[c] = add_1
+output  y3: f32[c] = add_2
+output  y4: f32[n c d e] = add_3
 """,
     )
 
@@ -136,27 +136,27 @@ def test_batch_norm_backward() -> None:
         region("batch_norm", "backward"),
         """\
 region batch_norm_backward
-axes    c=4 r=64 d=16 e=16
-input   x: f32[c r d e]
-input   s: f32[1 r 1 1]
-input   s_1: f32[r]
-input   g: f32[c r d e]
-input   s_2: f32[r]
-sub     = sub(x, s)
-mul     = mul(sub, s_1)
-mul_1   = mul(g, mul)
-sum     = sum[c d e](mul_1)
-sum_1   = sum[c d e](g)
-mul_2   = mul(s_1, s_2)
-div     = div(sum_1, 1024.0)
-div_1   = div(sum, 1024.0)
-sub_1   = sub(g, div)
-mul_3   = mul(mul, div_1)
-sub_2   = sub(sub_1, mul_3)
-mul_4   = mul(sub_2, mul_2)
-output  y0: f32[r] = sum
-output  y1: f32[r] = sum_1
-output  y2: f32[c r d e] = mul_4
+axes    n=4 c=64 d=16 e=16
+input   x: f32[n c d e]
+input   mean: f32[1 c 1 1]
+input   rstd: f32[c]
+input   g: f32[n c d e]
+input   s: f32[c]
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+mul     = mul(g, x_hat)
+dw      = sum[n d e](mul)
+db      = sum[n d e](g)
+mul_1   = mul(rstd, s)
+mean_1  = div(db, 1024.0)
+div     = div(dw, 1024.0)
+sub_1   = sub(g, mean_1)
+mul_2   = mul(x_hat, div)
+sub_2   = sub(sub_1, mul_2)
+dx      = mul(sub_2, mul_1)
+output  y0: f32[c] = dw
+output  y1: f32[c] = db
+output  y2: f32[n c d e] = dx
 """,
     )
 
@@ -166,32 +166,32 @@ def test_batch_norm_of_sizes_known_at_run_time() -> None:
         made_dynamic("batch_norm"),
         """\
 # forward
--axes    c=4 r=64 d=16 e=16
-+axes    c=? r=64 d=? e=?
--div     = div(sum, 1024.0)
-+numel   = numel[c d e]()
-+div     = div(sum, numel)
--div_1   = div(sum_1, 1024.0)
-+div_1   = div(sum_1, numel)
--mul_4   = mul(div_1, 1.0009775171065494)
+-axes    n=4 c=64 d=16 e=16
++axes    n=? c=64 d=? e=?
+-mean    = div(sum, 1024.0)
++numel   = numel[n d e]()
++mean    = div(sum, numel)
+-var     = div(sum_1, 1024.0)
++var     = div(sum_1, numel)
+-mul_3   = mul(var, 1.0009775171065494)
 +add_2   = add(numel, -1.0)
-+div_2   = div(numel, add_2)
-+mul_4   = mul(div_1, div_2)
--add_2   = add(mul_5, mul_6)
-+add_3   = add(mul_5, mul_6)
--add_3   = add(mul_7, s_3)
-+add_4   = add(mul_7, s_3)
--output  y3: f32[r] = add_2
--output  y4: f32[c r d e] = add_3
-+output  y3: f32[r] = add_3
-+output  y4: f32[c r d e] = add_4
++div     = div(numel, add_2)
++mul_3   = mul(var, div)
+-add_2   = add(mul_4, mul_5)
++add_3   = add(mul_4, mul_5)
+-add_3   = add(mul_6, s_3)
++add_4   = add(mul_6, s_3)
+-output  y3: f32[c] = add_2
+-output  y4: f32[n c d e] = add_3
++output  y3: f32[c] = add_3
++output  y4: f32[n c d e] = add_4
 # backward
--axes    c=4 r=64 d=16 e=16
-+axes    c=? r=64 d=? e=?
--div     = div(sum_1, 1024.0)
--div_1   = div(sum, 1024.0)
-+numel   = numel[c d e]()
-+div     = div(sum_1, numel)
-+div_1   = div(sum, numel)
+-axes    n=4 c=64 d=16 e=16
++axes    n=? c=64 d=? e=?
+-mean_1  = div(db, 1024.0)
+-div     = div(dw, 1024.0)
++numel   = numel[n d e]()
++mean_1  = div(db, numel)
++div     = div(dw, numel)
 """,
     )

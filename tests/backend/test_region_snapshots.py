@@ -42,8 +42,8 @@ mul     = mul(g, x)
 sum     = sum[c](mul)
 neg     = neg(x)
 mul_1   = mul(neg, sum)
-add     = add(mul_1, mul)
-output  y0: f32[r c] = add
+dx      = add(mul_1, mul)
+output  y0: f32[r c] = dx
 """,
     )
 
@@ -74,11 +74,11 @@ mul     = mul(x, x)
 sum     = sum[c](mul)
 div     = div(sum, 1024.0)
 add     = add(div, 1.1920928955078125e-07)
-rsqrt   = rsqrt(add)
-mul_1   = mul(x, rsqrt)
-mul_2   = mul(mul_1, w)
-output  y0: f32[r q 1] = rsqrt
-output  y1: f32[r q c] = mul_2
+rstd    = rsqrt(add)
+x_hat   = mul(x, rstd)
+mul_1   = mul(x_hat, w)
+output  y0: f32[r q 1] = rstd
+output  y1: f32[r q c] = mul_1
 """,
     )
 
@@ -95,21 +95,21 @@ input   g: f32[r q c]
 input   w: f32[c]
 mul     = mul(x, s)
 mul_1   = mul(g, mul)
-mul_2   = mul(g, w)
-sum     = sum[r q](mul_1)
-mul_3   = mul(mul_2, x)
-mul_4   = mul(mul_2, s)
-sum_1   = sum[c](mul_3)
-mul_5   = mul(s, s)
-mul_6   = mul(mul_5, s)
-mul_7   = mul(sum_1, -0.5)
-mul_8   = mul(mul_7, mul_6)
-div     = div(mul_8, 1024.0)
-mul_9   = mul(x, 2.0)
-mul_10  = mul(div, mul_9)
-add     = add(mul_4, mul_10)
-output  y0: f32[1 1 c] = sum
-output  y1: f32[r q c] = add
+gw      = mul(g, w)
+dw      = sum[r q](mul_1)
+mul_2   = mul(gw, x)
+mul_3   = mul(gw, s)
+sum     = sum[c](mul_2)
+mul_4   = mul(s, s)
+mul_5   = mul(mul_4, s)
+mul_6   = mul(sum, -0.5)
+mul_7   = mul(mul_6, mul_5)
+div     = div(mul_7, 1024.0)
+mul_8   = mul(x, 2.0)
+mul_9   = mul(div, mul_8)
+dx      = add(mul_3, mul_9)
+output  y0: f32[1 1 c] = dw
+output  y1: f32[r q c] = dx
 """,
     )
 
@@ -140,11 +140,11 @@ mul     = mul(x, x)
 sum     = sum[c](mul)
 div     = div(sum, 1024.0)
 add     = add(div, 1e-06)
-rsqrt   = rsqrt(add)
-mul_1   = mul(x, rsqrt)
-mul_2   = mul(w, mul_1)
-output  y0: f32[r q 1] = rsqrt
-output  y1: f32[r q c] = mul_2
+rstd    = rsqrt(add)
+x_hat   = mul(x, rstd)
+mul_1   = mul(w, x_hat)
+output  y0: f32[r q 1] = rstd
+output  y1: f32[r q c] = mul_1
 """,
     )
 
@@ -159,23 +159,23 @@ input   g: f32[r q c]
 input   w: f32[c]
 input   x: f32[r q c]
 input   s: f32[r q 1]
-mul     = mul(g, w)
-mul_1   = mul(x, s)
-mul_2   = mul(g, mul_1)
-sum     = sum[r q](mul_2)
-mul_3   = mul(mul, x)
-mul_4   = mul(mul, s)
-sum_1   = sum[c](mul_3)
-mul_5   = mul(s, s)
-mul_6   = mul(mul_5, s)
-mul_7   = mul(sum_1, -0.5)
-mul_8   = mul(mul_7, mul_6)
-div     = div(mul_8, 1024.0)
-mul_9   = mul(x, 2.0)
-mul_10  = mul(div, mul_9)
-add     = add(mul_4, mul_10)
-output  y0: f32[1 1 c] = sum
-output  y1: f32[r q c] = add
+gw      = mul(g, w)
+mul     = mul(x, s)
+mul_1   = mul(g, mul)
+dw      = sum[r q](mul_1)
+mul_2   = mul(gw, x)
+mul_3   = mul(gw, s)
+sum     = sum[c](mul_2)
+mul_4   = mul(s, s)
+mul_5   = mul(mul_4, s)
+mul_6   = mul(sum, -0.5)
+mul_7   = mul(mul_6, mul_5)
+div     = div(mul_7, 1024.0)
+mul_8   = mul(x, 2.0)
+mul_9   = mul(div, mul_8)
+dx      = add(mul_3, mul_9)
+output  y0: f32[1 1 c] = dw
+output  y1: f32[r q c] = dx
 """,
     )
 
@@ -204,18 +204,18 @@ input   x: f32[r q c]
 input   w: f32[c]
 input   w_1: f32[c]
 sum     = sum[c](x)
-div     = div(sum, 1024.0)
-sub     = sub(x, div)
+mean    = div(sum, 1024.0)
+sub     = sub(x, mean)
 mul     = mul(sub, sub)
 sum_1   = sum[c](mul)
-div_1   = div(sum_1, 1024.0)
-add     = add(div_1, 1e-05)
-rsqrt   = rsqrt(add)
-mul_1   = mul(sub, rsqrt)
-mul_2   = mul(mul_1, w)
-add_1   = add(mul_2, w_1)
-output  y0: f32[r q 1] = div
-output  y1: f32[r q 1] = rsqrt
+var     = div(sum_1, 1024.0)
+add     = add(var, 1e-05)
+rstd    = rsqrt(add)
+x_hat   = mul(sub, rstd)
+mul_1   = mul(x_hat, w)
+add_1   = add(mul_1, w_1)
+output  y0: f32[r q 1] = mean
+output  y1: f32[r q 1] = rstd
 output  y2: f32[r q c] = add_1
 """,
     )
@@ -230,26 +230,26 @@ axes    r=8 q=16 c=1024
 input   g: f32[r q c]
 input   w: f32[c]
 input   x: f32[r q c]
-input   s: f32[r q 1]
-input   s_1: f32[r q 1]
-mul     = mul(g, w)
-sum     = sum[c](mul)
-div     = div(sum, 1024.0)
-sub     = sub(x, s)
-mul_1   = mul(sub, s_1)
-mul_2   = mul(mul, mul_1)
-sum_1   = sum[c](mul_2)
-div_1   = div(sum_1, 1024.0)
-sub_1   = sub(mul, div)
-mul_3   = mul(mul_1, div_1)
-sub_2   = sub(sub_1, mul_3)
-mul_4   = mul(s_1, sub_2)
-mul_5   = mul(g, mul_1)
-sum_2   = sum[r q](mul_5)
-sum_3   = sum[r q](g)
-output  y0: f32[r q c] = mul_4
-output  y1: f32[c] = sum_2
-output  y2: f32[c] = sum_3
+input   mean: f32[r q 1]
+input   rstd: f32[r q 1]
+gw      = mul(g, w)
+sum     = sum[c](gw)
+mean_1  = div(sum, 1024.0)
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+mul     = mul(gw, x_hat)
+sum_1   = sum[c](mul)
+div     = div(sum_1, 1024.0)
+sub_1   = sub(gw, mean_1)
+mul_1   = mul(x_hat, div)
+sub_2   = sub(sub_1, mul_1)
+dx      = mul(rstd, sub_2)
+mul_2   = mul(g, x_hat)
+dw      = sum[r q](mul_2)
+db      = sum[r q](g)
+output  y0: f32[r q c] = dx
+output  y1: f32[c] = dw
+output  y2: f32[c] = db
 """,
     )
 
