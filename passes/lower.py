@@ -24,6 +24,7 @@ from normpass.passes.vocabulary import (
     DTYPES,
     FUNCTIONS,
     IDENTITY,
+    QUANTIZED,
     REDUCTIONS,
     ROUNDINGS,
     Kind,
@@ -206,7 +207,7 @@ class _Lowering:
     def buffer(self, name: str, node: Node, dtypes: AbstractSet[torch.dtype] = DTYPES) -> Buffer:
         tensor = node.meta["val"]
         if tensor.dtype not in dtypes:
-            reason = f"{node.name} is {tensor.dtype}; regions hold floats and truth values"
+            reason = f"{node.name} is {tensor.dtype}; regions hold floats, truth values and bytes"
             raise NotLowered(reason, node)
         dims = tuple(
             tuple(self.axis_names[axis] for axis in self.domain.resolve(dim))
@@ -263,7 +264,11 @@ class _Lowering:
         value = self.value(node)
         if not isinstance(value, str):
             raise NotLowered(f"{node.name} is the constant {value}", node)
-        return Output(self.buffer(f"y{k}", node), value)
+        buffer = self.buffer(f"y{k}", node)
+        op = self.writer.written(value)
+        if op and op.fn == QUANTIZED.get(buffer.dtype):  # which it is when it is written
+            value = str(op.args[0])
+        return Output(buffer, value)
 
     # ---- values
 
@@ -313,15 +318,18 @@ class _Lowering:
         else:
             self.values[node] = self.rounding(values, tensors.dtype)
 
+    def quantized(self, value: Arg, dtype: torch.dtype) -> Arg:
+        return self.writer.emit(QUANTIZED[dtype], value) if dtype in QUANTIZED else value
+
     def rounding(self, value: Arg, dtype: torch.dtype) -> Arg:
         return self.writer.emit(ROUNDINGS[dtype], value) if dtype in ROUNDINGS else value
 
     def pointwise(self, node: Node) -> Arg:
         dtype = node.meta["val"].dtype
-        if dtype not in DTYPES:
-            reason = f"{node.name} is {dtype}; regions hold floats and truth values"
-            raise NotLowered(reason, node)
         target = node.target
+        if dtype not in DTYPES or (dtype in QUANTIZED and target not in IDENTITY):
+            reason = f"{node.name} is {dtype}; regions compute in floats and truth values"
+            raise NotLowered(reason, node)
         if target in CONSTANTS:
             return self.constant(node)
         args = [self.arg(arg) for arg in node.args]
@@ -329,7 +337,7 @@ class _Lowering:
             k = IDENTITY[target]
             if dtype is torch.bool and node.args[k].meta["val"].dtype is not torch.bool:  # type: ignore[union-attr]
                 return self.writer.emit("ne", args[k], 0.0)
-            return args[k]
+            return self.quantized(args[k], dtype)
         if target in COMPOSED:
             kwargs = {key: self.arg(value) for key, value in node.kwargs.items()}
             value = COMPOSED[target](self.writer, *args, **kwargs)

@@ -54,6 +54,10 @@ DTYPES = {
     "b8": torch.bool,
     "i32": torch.int32,
     "i64": torch.int64,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "f8e4m3fn": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -64,6 +64,10 @@ FUNCTIONS: dict[Any, str] = {
     aten.erf.default: "erf",
     aten.sin.default: "sin",
     aten.cos.default: "cos",
+    aten.round.default: "round",
+    aten.floor.default: "floor",
+    aten.ceil.default: "ceil",
+    aten.trunc.default: "trunc",
     **{
         getattr(getattr(aten, fn), overload): fn
         for fn in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -84,6 +88,7 @@ _CHEAP = frozenset(
     {
         *("add", "mul", "neg", "abs", "maximum", "minimum", "where"),
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
+        *("round", "floor", "ceil", "trunc"),
     }
 )
 
@@ -167,6 +172,15 @@ if hasattr(inductor_prims, "fma"):
 # Functions that round to half precision and leave the result in what the region computes in.
 ROUNDINGS = {torch.bfloat16: "to_bfloat16", torch.float16: "to_float16"}
 
+# The same for numbers of one byte, as quantization leaves them. They are read and written; nothing
+# is computed in them.
+QUANTIZED = {
+    torch.int8: "to_int8",
+    torch.uint8: "to_uint8",
+    torch.float8_e4m3fn: "to_float8_e4m3fn",
+    torch.float8_e5m2: "to_float8_e5m2",
+}
+
 # One number everywhere; the name of the argument that says which.
 CONSTANTS: dict[Any, str] = {
     aten.full.default: "fill_value",
@@ -226,7 +240,7 @@ RANDOM = frozenset(
 )
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-DTYPES = FLOATS | {torch.bool}
+DTYPES = FLOATS | QUANTIZED.keys() | {torch.bool}
 
 
 def kind_of(node: Node) -> Kind:

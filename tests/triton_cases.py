@@ -178,7 +178,13 @@ def functions() -> Iterator[Case]:
 
 EQUALS = {"a": [0.5, 0.0, -0.5], "y": [-0.5, 0.0, 0.5], "z": [0.0, NAN, INF]}
 ABS = {True: "abs", False: "neg"}
-ROUNDINGS = {"to_bfloat16": torch.bfloat16, "to_float16": torch.float16}
+ROUNDINGS = {
+    f"to_{str(dtype).removeprefix('torch.')}": dtype
+    for dtype in (
+        *(torch.bfloat16, torch.float16, torch.int8, torch.uint8),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+}
 UNARY = """
 region function
 axes    r=%R

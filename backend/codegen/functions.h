@@ -43,6 +43,10 @@ NORMPASS_UNARY(tanh_, std::tanh(x), x.tanh())
 NORMPASS_UNARY(erf_, std::erf(x), x.erf())
 NORMPASS_UNARY(sin_, std::sin(x), x.sin())
 NORMPASS_UNARY(cos_, std::cos(x), x.cos())
+NORMPASS_UNARY(round_, std::nearbyint(x), x.round())
+NORMPASS_UNARY(floor_, std::floor(x), x.floor())
+NORMPASS_UNARY(ceil_, std::ceil(x), x.ceil())
+NORMPASS_UNARY(trunc_, std::trunc(x), x.trunc())
 NORMPASS_UNARY(sigmoid_, 1 / (1 + std::exp(-x)), (Vectorized<T>(T(1)) + exp_(x.neg())).reciprocal())
 #undef NORMPASS_UNARY
 

@@ -121,23 +121,101 @@ inline __mmask16 mask_of_lanes(int lanes) { return static_cast<__mmask16>((1u <<
 inline __mmask16 mask_of_lanes(From lanes) { return static_cast<__mmask16>(0xffffu << lanes.lane); }
 #endif
 
-// Truth values lie in memory as bytes, of 1 or 0. A number is true unless it is zero, and so is NaN.
+// Truth values lie in memory as bytes, of 1 or 0. A number is true unless it is zero, and so is NaN. What
+// quantization leaves are bytes too: integers keep the last eight bits of a number without its fraction.
 template <class T, class S>
-inline constexpr bool is_truth = std::is_same_v<T, float> && std::is_same_v<S, bool>;
+inline constexpr bool is_byte = std::is_same_v<T, float> && sizeof(S) == 1;
 
-#if defined(CPU_CAPABILITY_AVX512)
-inline Vectorized<float> from_truth(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+using Bits = Vectorized<int32_t>;
 
-inline __m128i to_truth(Vectorized<float> value) {
-  return _mm_maskz_set1_epi8(_mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_NEQ_UQ), 1);
+// The bits of numbers with so many in the mantissa, rounded to nearest. What is too large is what torch makes of
+// it: infinity, the largest number from 2.13 on where there is none, NaN before.
+template <int mantissa, int bias>
+inline Bits to_float8(Vectorized<float> value) {
+  using at::vec::cast;
+  constexpr int drop = 23 - mantissa, one = 1 << 23;
+  const Bits bits = cast<int32_t>(value), size = bits & Bits(0x7fffffff);
+  // Half of the last place is added, and one more bit where the last place would be odd.
+  const Bits odd = (size >> Bits(drop)) & Bits(1);
+  const Bits normal = (size + Bits((bias - 127) * one + (1 << (drop - 1)) - 1) + odd) >> Bits(drop);
+  // A sum with this has its last place where the smallest numbers have theirs.
+  const Bits ruler((151 - bias - mantissa) * one);
+  const Bits tiny = cast<int32_t>(cast<float>(size) + cast<float>(ruler)) - ruler;
+  Bits rounded = Bits::blendv(normal, tiny, size < Bits((128 - bias) * one));
+  const Bits largest(mantissa == 3 ? c10::Float8_e4m3fn(1e6f).x : c10::Float8_e5m2(1e6f).x);
+  rounded = at::vec::minimum(rounded, largest);
+  rounded = Bits::blendv(rounded, Bits(0x7f), size > Bits(0x7f800000));
+  return rounded | ((bits >> Bits(24)) & Bits(0x80));
 }
-#elif defined(CPU_CAPABILITY_AVX2)
-inline Vectorized<float> from_truth(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
 
-inline __m128i to_truth(Vectorized<float> value) {
-  const __m256i all = _mm256_castps_si256(_mm256_cmp_ps(value, _mm256_setzero_ps(), _CMP_NEQ_UQ));
-  const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  return _mm_and_si128(_mm_packs_epi16(half, half), _mm_set1_epi8(1));
+template <int mantissa, int bias>
+inline Vectorized<float> from_float8(Bits bits) {
+  using at::vec::cast;
+  const Bits size = bits & Bits(0x7f), unit((254 - bias) * (1 << 23));
+  Bits value = cast<int32_t>(cast<float>(size << Bits(23 - mantissa)) * cast<float>(unit));
+  if (mantissa == 2) value = Bits::blendv(value, Bits(0x7f800000), size >= Bits(0x7c));
+  value = Bits::blendv(value, Bits(0x7fc00000), size > Bits(mantissa == 3 ? 0x7e : 0x7c));
+  return cast<float>(value | ((bits & Bits(0x80)) << Bits(24)));
+}
+
+// Numbers, of bytes that lie in the lowest bits of lanes.
+template <class S>
+inline Vectorized<float> from_bytes(Bits bytes) {
+  if constexpr (std::is_same_v<S, c10::Float8_e4m3fn>) return from_float8<3, 7>(bytes);
+  else if constexpr (std::is_same_v<S, c10::Float8_e5m2>) return from_float8<2, 15>(bytes);
+  else if constexpr (std::is_same_v<S, int8_t>) return at::vec::convert<float>((bytes << Bits(24)) >> Bits(24));
+  else return at::vec::convert<float>(bytes);
+}
+
+template <class S>
+inline Bits to_bytes(Vectorized<float> value) {
+  if constexpr (std::is_same_v<S, c10::Float8_e4m3fn>) return to_float8<3, 7>(value);
+  else if constexpr (std::is_same_v<S, c10::Float8_e5m2>) return to_float8<2, 15>(value);
+  else if constexpr (std::is_same_v<S, bool>)
+    return at::vec::cast<int32_t>(value != Vectorized<float>(0.0f)) & Bits(1);
+  else return at::vec::convert<int32_t>(value);
+}
+
+inline Bits load_bytes(const void* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#endif
+}
+
+inline void store_bytes(void* p, Bits value) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(value));
+#else
+  const __m256i bytes = value & Bits(0xff);
+  const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packus_epi16(half, half));
+#endif
+}
+
+// Some lanes, one by one; all at once where there are masks for bytes.
+template <class L>
+inline Bits load_bytes(const void* p, L lanes) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask_of_lanes(lanes), p));
+#else
+  alignas(16) uint8_t bytes[16] = {};
+  each_lane<float>(lanes, [&](int i) { bytes[i] = static_cast<const uint8_t*>(p)[i]; });
+  return load_bytes(bytes);
+#endif
+}
+
+template <class L>
+inline void store_bytes(void* p, Bits value, L lanes) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm_mask_storeu_epi8(p, mask_of_lanes(lanes), _mm512_cvtepi32_epi8(value));
+#else
+  alignas(16) uint8_t bytes[16];
+  store_bytes(bytes, value);
+  each_lane<float>(lanes, [&](int i) { static_cast<uint8_t*>(p)[i] = bytes[i]; });
+#endif
 }
 #endif
 
@@ -151,7 +229,6 @@ inline Vectorized<T> load(const S* p, L lanes) {
   }
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && !is_all<L>)
     return _mm512_maskz_loadu_ps(mask_of_lanes(lanes), p);
-  if constexpr (is_truth<T, S>) return from_truth(_mm_maskz_loadu_epi8(mask_of_lanes(lanes), p));
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, int32_t>)
     return _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(mask_of_lanes(lanes), p));
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, int64_t>) {
@@ -160,9 +237,12 @@ inline Vectorized<T> load(const S* p, L lanes) {
     const __m256 high = _mm512_cvtepi64_ps(_mm512_maskz_loadu_epi64(static_cast<__mmask8>(mask >> 8), p + 8));
     return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
   }
-#elif defined(CPU_CAPABILITY_AVX2)
-  if constexpr (is_truth<T, S> && is_all<L>)
-    return from_truth(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#endif
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (is_byte<T, S>) {
+    if constexpr (is_all<L>) return from_bytes<S>(load_bytes(p));
+    else return from_bytes<S>(load_bytes(p, lanes));
+  }
 #endif
 #if !defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, int32_t> && is_all<L>)
@@ -197,10 +277,12 @@ inline void store(S* p, Vectorized<T> value, L lanes) {
   }
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && !is_all<L>)
     return _mm512_mask_storeu_ps(p, mask_of_lanes(lanes), value);
-  if constexpr (is_truth<T, S>) return _mm_mask_storeu_epi8(p, mask_of_lanes(lanes), to_truth(value));
-#elif defined(CPU_CAPABILITY_AVX2)
-  if constexpr (is_truth<T, S> && is_all<L>)
-    return _mm_storel_epi64(reinterpret_cast<__m128i*>(p), to_truth(value));
+#endif
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (is_byte<T, S>) {
+    if constexpr (is_all<L>) return store_bytes(p, to_bytes<S>(value));
+    else return store_bytes(p, to_bytes<S>(value), lanes);
+  }
 #endif
   if constexpr (std::is_same_v<S, T> && !std::is_same_v<L, From>) {
     value.store(p, lanes);

@@ -9,10 +9,13 @@ import torch
 
 
 class Spelling(NamedTuple):
-    """What dialects call a type of elements."""
+    """What dialects call a type of elements. bits: what Triton makes of it, where it is read and
+    written as its bits.
+    """
 
     cpp: str
     triton: str
+    bits: str = ""
 
 
 TYPES = {
@@ -23,6 +26,10 @@ TYPES = {
     torch.bool: Spelling("bool", "i1"),
     torch.int32: Spelling("int32_t", "i32"),
     torch.int64: Spelling("int64_t", "i64"),
+    torch.int8: Spelling("int8_t", "i8"),
+    torch.uint8: Spelling("uint8_t", "u8"),
+    torch.float8_e4m3fn: Spelling("c10::Float8_e4m3fn", "u8", "float8_e4m3fn"),
+    torch.float8_e5m2: Spelling("c10::Float8_e5m2", "u8", "float8_e5m2"),
 }
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.text import index_expression
+from normpass.backend.codegen.text import TYPES, index_expression
 from normpass.backend.codegen.triton_kernel import Kernel, KernelPrinter
 from normpass.backend.codegen.triton_layout import Names, divide_up, times
 from normpass.backend.program.tree import SHARED
@@ -71,6 +71,9 @@ def _launcher(plan: Plan, printers: Sequence[KernelPrinter]) -> list[str]:
     buffers = [f"p_{b.name}" for b in (*region.inputs, *(o.buffer for o in region.outputs))]
     double = region.compute_dtype is torch.float64
     lines = [f"{', '.join(buffers)}, = tensors"]
+    for buffer in (*region.inputs, *(output.buffer for output in region.outputs)):
+        if TYPES[buffer.dtype].bits:
+            lines.append(f"p_{buffer.name} = p_{buffer.name}.view(torch.uint8)")
     if region.runtime_sizes:
         lines.append(f"{', '.join(f'n_{name}' for name in region.runtime_sizes)}, = sizes")
     lines.append(

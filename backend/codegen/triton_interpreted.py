@@ -45,6 +45,10 @@ libdevice = SimpleNamespace(
     erf=_elementwise(torch.erf),
     sin=_elementwise(torch.sin),
     cos=_elementwise(torch.cos),
+    rint=_elementwise(torch.round),
+    floor=_elementwise(torch.floor),
+    ceil=_elementwise(torch.ceil),
+    trunc=_elementwise(torch.trunc),
 )
 
 

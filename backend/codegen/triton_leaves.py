@@ -93,11 +93,14 @@ class LeafPrinter(ProgramPrinter):
         if buffer.name in self.scope:
             return
         address = f"{self.use(f'p_{buffer.name}')}{self.offset(access.strides)}"
-        zero = "0.0" if buffer.dtype.is_floating_point else "0"
+        spelling = TYPES[buffer.dtype]
+        zero = "0.0" if spelling.triton.startswith(("fp", "bf")) else "0"
         text = self.read(address, self.dims_of(access.strides), zero)
-        if buffer.dtype is torch.bool:
+        if spelling.bits:
+            text = f"lib.from_{spelling.bits}({text}).to({self.type})"
+        elif buffer.dtype is torch.bool:
             text = f"{text} != 0"
-        elif f"tl.{TYPES[buffer.dtype].triton.replace('fp', 'float')}" != self.type:
+        elif f"tl.{spelling.triton.replace('fp', 'float')}" != self.type:
             text = f"{text}.to({self.type})"
         self.define(buffer.name, text)
 
@@ -106,6 +109,10 @@ class LeafPrinter(ProgramPrinter):
         text = self.as_number(value)
         if access.buffer.dtype is torch.bool:
             text = self.as_truth(value)
+        elif bits := TYPES[access.buffer.dtype].bits:
+            text = f"lib.to_{bits}({text})"
+        elif not access.buffer.dtype.is_floating_point:  # what is left of a number without fraction
+            text = f"{text}.to(tl.int32)"
         self.write(address, text, self.dims_of(access.strides))
 
     def compute(self, op: Op) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice as _libdevice
@@ -81,6 +82,65 @@ def both(x, y):
 def either(x, y):
     """Whether x or y is true."""
     return x | y
+
+
+# Numbers of one byte lie in memory as their bits: GPUs without hardware for them have them too, and
+# what is too large is what torch makes of it: infinity, the largest number from 2.13 on where there
+# is none, NaN before.
+_TOO_LARGE = torch.tensor(1e6)
+E4M3FN_LARGEST = tl.constexpr(int(_TOO_LARGE.to(torch.float8_e4m3fn).view(torch.uint8)))
+E5M2_LARGEST = tl.constexpr(int(_TOO_LARGE.to(torch.float8_e5m2).view(torch.uint8)))
+
+
+@triton.jit
+def _to_float8(x, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr):
+    """The bits of x, rounded to nearest. largest: those of what is too large."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    drop: tl.constexpr = 23 - mantissa
+    # Half of the last place is added, and one more bit where the last place would be odd.
+    rest: tl.constexpr = ((bias - 127) << 23) + (1 << (drop - 1)) - 1
+    normal = (size + rest + ((size >> drop) & 1)) >> drop
+    # A sum with this has its last place where the smallest numbers have theirs.
+    places: tl.constexpr = (151 - bias - mantissa) << 23
+    ruler = tl.full([], places, tl.int32).to(tl.float32, bitcast=True)
+    tiny = (size.to(tl.float32, bitcast=True) + ruler).to(tl.int32, bitcast=True) - places
+    rounded = tl.where(size < ((128 - bias) << 23), tiny, normal)
+    rounded = tl.where(size > 0x7F800000, 0x7F, tl.minimum(rounded, largest))
+    return (((bits >> 24) & 0x80) | rounded).to(tl.uint8)
+
+
+@triton.jit
+def _from_float8(bits, mantissa: tl.constexpr, bias: tl.constexpr, beyond: tl.constexpr):
+    """The float32 of such bits. beyond: the first that are not finite."""
+    bits = bits.to(tl.int32)
+    size = bits & 0x7F
+    scale: tl.constexpr = (254 - bias) << 23
+    unit = tl.full([], scale, tl.int32).to(tl.float32, bitcast=True)
+    value = (size << (23 - mantissa)).to(tl.float32, bitcast=True) * unit
+    value = tl.where(size >= beyond, float("inf"), value)
+    value = tl.where(size > (0x7E if mantissa == 3 else 0x7C), float("nan"), value)
+    return tl.where(bits > 0x7F, -value, value)
+
+
+@triton.jit
+def to_float8_e4m3fn(x):
+    return _to_float8(x, 3, 7, E4M3FN_LARGEST)
+
+
+@triton.jit
+def from_float8_e4m3fn(bits):
+    return _from_float8(bits, 3, 7, 0x7F)
+
+
+@triton.jit
+def to_float8_e5m2(x):
+    return _to_float8(x, 2, 15, E5M2_LARGEST)
+
+
+@triton.jit
+def from_float8_e5m2(bits):
+    return _from_float8(bits, 2, 15, 0x7C)
 
 
 @triton.jit

@@ -59,6 +59,10 @@ POINTWISE: dict[str, Expression] = {
     "erf": Expression("erf_({0})", "libdevice.erf({0})", torch.erf),
     "sin": Expression("sin_({0})", "libdevice.sin({0})", torch.sin),
     "cos": Expression("cos_({0})", "libdevice.cos({0})", torch.cos),
+    "round": Expression("round_({0})", "libdevice.rint({0})", torch.round),
+    "floor": Expression("floor_({0})", "libdevice.floor({0})", torch.floor),
+    "ceil": Expression("ceil_({0})", "libdevice.ceil({0})", torch.ceil),
+    "trunc": Expression("trunc_({0})", "libdevice.trunc({0})", torch.trunc),
     # rounding; of doubles by way of float32, as torch does
     "to_bfloat16": Expression(
         "round_to<c10::BFloat16>({0})",
@@ -69,6 +73,26 @@ POINTWISE: dict[str, Expression] = {
         "round_to<c10::Half>({0})",
         "{0}.to(tl.float32).to(tl.float16).to({0}.dtype)",
         lambda x: x.half().to(x.dtype),
+    ),
+    "to_int8": Expression(
+        "round_to<int8_t>({0})",
+        "{0}.to(tl.int32).to(tl.int8).to({0}.dtype)",
+        lambda x: x.to(torch.int8).to(x.dtype),
+    ),
+    "to_uint8": Expression(
+        "round_to<uint8_t>({0})",
+        "{0}.to(tl.int32).to(tl.uint8).to({0}.dtype)",
+        lambda x: x.to(torch.uint8).to(x.dtype),
+    ),
+    "to_float8_e4m3fn": Expression(
+        "round_to<c10::Float8_e4m3fn>({0})",
+        "lib.from_float8_e4m3fn(lib.to_float8_e4m3fn({0})).to({0}.dtype)",
+        lambda x: x.to(torch.float8_e4m3fn).to(x.dtype),
+    ),
+    "to_float8_e5m2": Expression(
+        "round_to<c10::Float8_e5m2>({0})",
+        "lib.from_float8_e5m2(lib.to_float8_e5m2({0})).to({0}.dtype)",
+        lambda x: x.to(torch.float8_e5m2).to(x.dtype),
     ),
     # comparisons and choices
     "eq": _same("{0} == {1}", torch.eq, "r"),

@@ -1,4 +1,6 @@
-"""Truth values and integers in memory: read a vector at a time, at every length of a row."""
+"""Truth values, integers and numbers of one byte in memory: read and written a vector at a time, at
+every length of a row.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,20 @@ eq      = eq(i, one)
 output  y: {dtype}[r c] = add
 output  y_1: {dtype}[r c] = mul
 output  y_2: b8[r c] = eq"""
+BYTES = """\
+region bytes_{name}
+axes    r=? c=?
+input   b: {dtype}[r c]
+input   x: {compute}[r c]
+read    = mul(b, 1.0)
+output  y: {compute}[r c] = read
+output  y_1: {dtype}[r c] = x"""
+BYTE_NAMES = {
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e5m2: "f8e5m2",
+}
 LENGTHS = (*range(1, 35), 47, 48, 49, *range(126, 146))
 
 
@@ -96,6 +112,38 @@ def test_integers_at_every_length_of_a_row(dtype: torch.dtype, bits: str) -> Non
             assert torch.equal(add, x + i)
             assert torch.equal(mul, x * j)
             assert torch.equal(eq, i == one)
+
+
+def every_byte(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
+
+
+def every_kind_of_number(dtype: torch.dtype) -> torch.Tensor:
+    """Float32 numbers of all sizes, halfway between those of a type and beside that, not finite
+    ones; for integers those that they hold, with fractions.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return torch.linspace(limits.min, limits.max, 4096 + 3)
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    bits = torch.randint(-(2**31), 2**31, (2**14,), generator=generator)
+    return torch.cat([halves.float(), bits.to(torch.int32).view(torch.float32)])
+
+
+@pytest.mark.parametrize("compute", ["f32", "f64"])
+@pytest.mark.parametrize("dtype", BYTE_NAMES, ids=str)
+def test_numbers_of_one_byte(dtype: torch.dtype, compute: str, bits: str) -> None:
+    """To the last bit as eager mode reads and rounds them."""
+    text = BYTES.format(dtype=BYTE_NAMES[dtype], compute=compute, name=bits)
+    kernel, wide = Kernel(text), torch.float64 if compute == "f64" else torch.float32
+    x = every_kind_of_number(dtype)
+    for length in (*LENGTHS[:40:3], x.numel()):
+        given = x[: len(x) // length * length].view(-1, length)[:4096]
+        read = every_byte(dtype).repeat(-(-given.numel() // 256))[: given.numel()].view_as(given)
+        y, written = kernel([read, given.to(wide)], [*given.shape])
+        torch.testing.assert_close(y, read.to(wide), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(written.view(torch.uint8), given.to(dtype).view(torch.uint8))
 
 
 def arguments(
