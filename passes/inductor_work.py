@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from normpass.passes.cost import PRICED, Work
 from normpass.passes.inductor_loops import LANES, VARIANCES, InductorLoops, function_of
-from normpass.passes.made import is_truth, only_computed_for, sources
+from normpass.passes.made import is_truth, only_computed_for, only_used_beside, sources
 from normpass.passes.sizes import elements, nbytes
 from normpass.passes.vocabulary import REDUCTIONS, Kind, kind_of
 
@@ -56,7 +56,7 @@ class _Counted:
         self.conditions = conditions
         self.inside = loops.inside
         self.read = self.again = self.columns = 0
-        self.written = sum(map(nbytes, loops.outputs))
+        self.written = sum(nbytes(x) for x in loops.outputs if not only_used_beside(x, self.inside))
         # Masks that a backward needs.
         self.truths = sum(
             elements(x) for x in loops.outputs if is_truth(x) and loops.is_returned(x)

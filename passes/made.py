@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from torch.fx import Node
+
+
+aten = torch.ops.aten
+# Parts of a tensor are read where they lie, and a joined one is computed where it will lie. So is a
+# padded one, which is for a convolution: there norms were faster by a kernel of their own.
+PARTS = frozenset(
+    {
+        *(aten.slice.Tensor, aten.select.int, aten.unbind.int),
+        *(aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
+    }
+)
+JOINS = frozenset({aten.cat.default})
 
 
 class Sources(NamedTuple):
@@ -27,6 +40,42 @@ def only_computed_for(node: Node, inside: Container[Node]) -> bool:
     return is_loop(node) and all(_reads_in_a_loop(user, inside) for user in node.users)
 
 
+def only_used_beside(node: Node, inside: Container[Node]) -> bool:
+    """Whether Inductor would never have a region's result in memory: all that need it are computed
+    in one loop with it, because nothing else that they need comes of other than loops later on.
+    """
+    users = _loops_of(node, inside)
+    return bool(users) and all(
+        is_loop(user) and all(_is_ready(x, node, inside) for x in user.all_input_nodes)
+        for user in users
+    )
+
+
+def is_read_in_loops(node: Node, inside: Container[Node]) -> bool:
+    """Whether loops of Inductor's read a region's result."""
+    users = _loops_of(node, inside)
+    return any(is_loop(user) or kind_of(user) is Kind.REDUCTION for user in users)
+
+
+def _loops_of(node: Node, inside: Container[Node]) -> list[Node]:
+    """What reads a result outside of its region, through views and in parts too."""
+    found: list[Node] = []
+    for user in node.users:
+        if user.target in VIEWS or user.target in PARTS:
+            found += _loops_of(user, inside)
+        elif user not in inside:
+            found.append(user)
+    return found
+
+
+def _is_ready(x: Node, node: Node, inside: Container[Node]) -> bool:
+    """Whether a value is there when a region's result is, or is made in loops of what is."""
+    if x in inside or x < node:
+        return True
+    is_free = is_loop(x) or x.target in VIEWS or x.target in PARTS
+    return is_free and all(_is_ready(each, node, inside) for each in x.all_input_nodes)
+
+
 def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
     if user.target in VIEWS:
         return all(_reads_in_a_loop(each, inside) for each in user.users)
@@ -35,7 +84,8 @@ def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
 
 def is_loop(node: Node) -> bool:
     """Whether Inductor computes a node where it is used, or in one loop with what uses it."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in IDENTITY
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or node.target in IDENTITY or node.target in JOINS
 
 
 def is_truth(node: Node) -> bool:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from normpass.passes.cost import parts, seconds
-from normpass.passes.made import is_truth, only_computed_for, sharers, sources
+from normpass.passes.made import (
+    is_read_in_loops,
+    is_truth,
+    only_computed_for,
+    only_used_beside,
+    sharers,
+    sources,
+)
 from normpass.passes.rewrite import examples
 from normpass.passes.sizes import elements, human, nbytes
 from normpass.passes.vocabulary import Kind, kind_of, step_of_sum, without_views
@@ -37,9 +44,9 @@ class Estimate:
     least: every input read once, every output written once. What a kernel really moves depends on
     its plan: backend/program/traffic.py. levels: how many reductions wait for one another. sizes:
     the region's run-time sizes in the example. for_its_sake: what Inductor would compute where it
-    is used, and has to write and the region to read. written: the names of those inputs. made: what
-    is moved to make them, and truths: truth values among it; of what others need too, a region's
-    share.
+    is used, and one of both has to write and the other to read. written: the names of those that
+    are inputs. made: what Inductor moves for that, and truths: truth values among it; of what
+    others need too, a region's share.
     """
 
     least: int
@@ -58,14 +65,18 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     inside = set(nodes)
     made = [x for x in lowered.inputs if only_computed_for(x, inside)]
     of = {node for x in made for node in sources(x, inside).read}
+    read = [x for x in lowered.outputs if is_read_in_loops(x, inside)]
+    beside = [x for x in read if is_truth(x) or only_used_beside(x, inside)]
     return Estimate(
         least,
         levels(nodes),
         sizes,
-        for_its_sake=sum(2 * nbytes(x) for x in made),
+        for_its_sake=sum(2 * nbytes(x) for x in (*made, *beside)),
         # A line is read before it is overwritten.
-        made=sum(2 * nbytes(x) // sharers(x, inside) for x in made) + sum(map(nbytes, of)),
-        truths=sum(elements(x) // sharers(x, inside) for x in made if is_truth(x)),
+        made=sum(2 * nbytes(x) // sharers(x, inside) for x in made)
+        + sum(map(nbytes, (*of, *beside))),
+        truths=sum(elements(x) // sharers(x, inside) for x in made if is_truth(x))
+        + sum(elements(x) for x in read if is_truth(x)),
         written=tuple(x.name for x in made),
     )
 
