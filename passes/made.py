@@ -45,10 +45,10 @@ def only_used_beside(node: Node, inside: Container[Node]) -> bool:
     in one loop with it, because nothing else that they need comes of other than loops later on.
     """
     users = _loops_of(node, inside)
-    return bool(users) and all(
-        is_loop(user) and all(_is_ready(x, node, inside) for x in user.all_input_nodes)
-        for user in users
-    )
+    if not users or not all(is_loop(user) or user.target in JOINS for user in users):
+        return False
+    later = _above(users, node, inside)
+    return all(is_loop(x) or x.target in VIEWS | PARTS | JOINS for x in later)
 
 
 def is_read_in_loops(node: Node, inside: Container[Node]) -> bool:
@@ -68,12 +68,16 @@ def _loops_of(node: Node, inside: Container[Node]) -> list[Node]:
     return found
 
 
-def _is_ready(x: Node, node: Node, inside: Container[Node]) -> bool:
-    """Whether a value is there when a region's result is, or is made in loops of what is."""
-    if x in inside or x < node:
-        return True
-    is_free = is_loop(x) or x.target in VIEWS or x.target in PARTS
-    return is_free and all(_is_ready(each, node, inside) for each in x.all_input_nodes)
+def _above(users: list[Node], node: Node, inside: Container[Node]) -> set[Node]:
+    """What users are computed from that is computed after a region's result."""
+    found: set[Node] = set()
+    waiting = [x for user in users for x in user.all_input_nodes]
+    while waiting:
+        x = waiting.pop()
+        if x not in found and x not in inside and node < x:
+            found.add(x)
+            waiting += x.all_input_nodes
+    return found
 
 
 def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
@@ -84,8 +88,7 @@ def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
 
 def is_loop(node: Node) -> bool:
     """Whether Inductor computes a node where it is used, or in one loop with what uses it."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or node.target in IDENTITY or node.target in JOINS
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in IDENTITY
 
 
 def is_truth(node: Node) -> bool:

@@ -65,8 +65,8 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     inside = set(nodes)
     made = [x for x in lowered.inputs if only_computed_for(x, inside)]
     of = {node for x in made for node in sources(x, inside).read}
-    read = [x for x in lowered.outputs if is_read_in_loops(x, inside)]
-    beside = [x for x in read if is_truth(x) or only_used_beside(x, inside)]
+    read = [x for x in lowered.outputs if is_truth(x) and is_read_in_loops(x, inside)]
+    beside = [x for x in lowered.outputs if x in read or only_used_beside(x, inside)]
     return Estimate(
         least,
         levels(nodes),
@@ -76,7 +76,7 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
         made=sum(2 * nbytes(x) // sharers(x, inside) for x in made)
         + sum(map(nbytes, (*of, *beside))),
         truths=sum(elements(x) // sharers(x, inside) for x in made if is_truth(x))
-        + sum(elements(x) for x in read if is_truth(x)),
+        + sum(map(elements, read)),
         written=tuple(x.name for x in made),
     )
 

@@ -12,7 +12,6 @@ cpp_leaves.py what stands in these.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cpp_loops import LoopPrinter
@@ -79,9 +78,11 @@ class _Printer(LoopPrinter):
 
     def top(self, nodes: Sequence[Node]) -> None:
         """The outermost body: arrays, and the loops that workers divide."""
-        for before, node in pairwise((None, *nodes)):
+        before: Node | None = None
+        for node in nodes:
             if self.begins_part(node) and not isinstance(before, Allocate):
                 self.line()
+            before = node
             match node:
                 case Loop():
                     self.shared_loop(node)
@@ -91,12 +92,10 @@ class _Printer(LoopPrinter):
                     self.finish_shared(accumulator)
                 case Begin(accumulator) if accumulator.shared:
                     pass  # each worker begins
-                case None:
-                    pass
                 case _:
                     self.leaf(node)
 
-    def begins_part(self, node: Node | None) -> bool:
+    def begins_part(self, node: Node) -> bool:
         """Whether a loop begins here, or the arrays that it is the first to need."""
         match node:
             case Allocate(space):

@@ -34,6 +34,13 @@ def _same(expression: str, eager: Callable[..., torch.Tensor], truth: str = "") 
     return Expression(expression, expression, eager, truth)
 
 
+def _rounding(cpp: str, triton: str, dtype: torch.dtype) -> Expression:
+    """What a type keeps of a number, as a number again. triton: how it is one of the type."""
+    return Expression(
+        f"round_to<{cpp}>({{0}})", f"{triton}.to({{0}}.dtype)", lambda x: x.to(dtype).to(x.dtype)
+    )
+
+
 POINTWISE: dict[str, Expression] = {
     # arithmetic
     "add": _same("{0} + {1}", torch.add),
@@ -64,35 +71,17 @@ POINTWISE: dict[str, Expression] = {
     "ceil": Expression("ceil_({0})", "libdevice.ceil({0})", torch.ceil),
     "trunc": Expression("trunc_({0})", "libdevice.trunc({0})", torch.trunc),
     # rounding; of doubles by way of float32, as torch does
-    "to_bfloat16": Expression(
-        "round_to<c10::BFloat16>({0})",
-        "{0}.to(tl.float32).to(tl.bfloat16).to({0}.dtype)",
-        lambda x: x.bfloat16().to(x.dtype),
+    "to_bfloat16": _rounding("c10::BFloat16", "{0}.to(tl.float32).to(tl.bfloat16)", torch.bfloat16),
+    "to_float16": _rounding("c10::Half", "{0}.to(tl.float32).to(tl.float16)", torch.float16),
+    "to_int8": _rounding("int8_t", "{0}.to(tl.int32).to(tl.int8)", torch.int8),
+    "to_uint8": _rounding("uint8_t", "{0}.to(tl.int32).to(tl.uint8)", torch.uint8),
+    "to_float8_e4m3fn": _rounding(
+        "c10::Float8_e4m3fn",
+        "lib.from_float8_e4m3fn(lib.to_float8_e4m3fn({0}))",
+        torch.float8_e4m3fn,
     ),
-    "to_float16": Expression(
-        "round_to<c10::Half>({0})",
-        "{0}.to(tl.float32).to(tl.float16).to({0}.dtype)",
-        lambda x: x.half().to(x.dtype),
-    ),
-    "to_int8": Expression(
-        "round_to<int8_t>({0})",
-        "{0}.to(tl.int32).to(tl.int8).to({0}.dtype)",
-        lambda x: x.to(torch.int8).to(x.dtype),
-    ),
-    "to_uint8": Expression(
-        "round_to<uint8_t>({0})",
-        "{0}.to(tl.int32).to(tl.uint8).to({0}.dtype)",
-        lambda x: x.to(torch.uint8).to(x.dtype),
-    ),
-    "to_float8_e4m3fn": Expression(
-        "round_to<c10::Float8_e4m3fn>({0})",
-        "lib.from_float8_e4m3fn(lib.to_float8_e4m3fn({0})).to({0}.dtype)",
-        lambda x: x.to(torch.float8_e4m3fn).to(x.dtype),
-    ),
-    "to_float8_e5m2": Expression(
-        "round_to<c10::Float8_e5m2>({0})",
-        "lib.from_float8_e5m2(lib.to_float8_e5m2({0})).to({0}.dtype)",
-        lambda x: x.to(torch.float8_e5m2).to(x.dtype),
+    "to_float8_e5m2": _rounding(
+        "c10::Float8_e5m2", "lib.from_float8_e5m2(lib.to_float8_e5m2({0}))", torch.float8_e5m2
     ),
     # comparisons and choices
     "eq": _same("{0} == {1}", torch.eq, "r"),

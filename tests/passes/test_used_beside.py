@@ -14,6 +14,7 @@ from torch import Tensor
 
 from normpass.backend import entry
 from normpass.backend.explain import record
+from normpass.passes.made import only_used_beside
 from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ def half(x: Tensor, w: Tensor) -> Tensor:
 def rotated(x: Tensor, w: Tensor) -> Tensor:
     one, other = norm(x, w).chunk(2, -1)
     return torch.special.i0(torch.cat([-other, one], -1))
+
+
+def joined(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([norm(x, w), x])
 
 
 def counted(x: Tensor, w: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ def decision(f: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPa
     return found
 
 
-@pytest.mark.parametrize("f", [integers, half, rotated, counted], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("f", [integers, half, rotated, joined, counted], ids=lambda f: f.__name__)
 def test_what_inductor_computes_where_it_is_used(
     f: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,3 +96,20 @@ def test_what_is_in_memory_anyway(
     f: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(decision(f, monkeypatch), Fused)
+
+
+def test_a_reader_of_many_loops() -> None:
+    """Each reads the one before in two places: to go all ways through them would not end."""
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.sin.default, (x,))
+    z = x
+    for _ in range(200):
+        z = graph.call_function(aten.mul.Tensor, (z, z))
+    reader = graph.call_function(aten.atan2.default, (y, z))
+    product = graph.call_function(aten.mm.default, (x, x))
+    other = graph.call_function(aten.atan2.default, (y, product))
+    graph.output(reader)
+    assert not only_used_beside(y, {y})  # the other reader waits for a product
+    graph.erase_node(other)
+    assert only_used_beside(y, {y})
