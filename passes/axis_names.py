@@ -70,12 +70,8 @@ def _channels(axes: Sequence[int], local: AbstractSet[int]) -> int | None:
 def reduced_axes(node: Node, domain: Domain) -> tuple[int, ...]:
     """The axes that a reduction reduces."""
     dims, _ = reduced_dims(node)
-    return tuple(
-        axis
-        for k, dim in enumerate(domain.dims[node.all_input_nodes[0]])
-        if k in dims
-        for axis in domain.resolve(dim)
-    )
+    source = domain.dims[node.all_input_nodes[0]]
+    return domain.axes_of(tuple(dim for k, dim in enumerate(source) if k in dims))
 
 
 def locally_reduced(nodes: Sequence[Node], domain: Domain) -> set[int]:

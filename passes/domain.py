@@ -4,40 +4,31 @@ are made of.
 Each dimension of each tensor is a product of axes. Ops relate them: a pointwise op says that its
 arguments' dimensions are the same, a view regroups the axes, a permute reorders them, a reduction
 removes some. Where two spellings of one dimension meet, [C] and [G, D], the axis is split and every
-tensor that has it with it. A view that no splitting can express (slices, [6, 4] as [8, 3]) does not
-belong to the domain, and says so.
+tensor that has it with it. A part of a tensor cuts an axis into pieces side by side, and tensors
+that are put side by side join axes (axis_table.py). A view that nothing of this can express ([6, 4]
+as [8, 3]) does not belong to the domain, and says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch.fx import Node
 
+from normpass.passes.axis_table import AxisTable, NotExpressible, divides
 from normpass.passes.numbers import express
-from normpass.passes.vocabulary import Kind, kind_of, reduced_dims
+from normpass.passes.vocabulary import Kind, argument, kind_of, part_of, reduced_dims
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from normpass.passes.axis_table import Axes
     from normpass.passes.numbers import Number
 
 Dims = tuple[tuple[int, ...], ...]  # per dimension, the axes that make it, outermost first
-
-
-class NotExpressible(Exception):
-    """A node that the domain cannot hold; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """An axis by number. Once it is split or found to be another one, `parts` says what it is."""
-
-    extent: sympy.Expr
-    parts: tuple[int, ...] | None = None
 
 
 def extent_of(size: int | torch.SymInt) -> sympy.Expr:
@@ -60,16 +51,16 @@ def shape_of(node: Node) -> list[sympy.Expr]:
     return [extent_of(size) for size in node.meta["val"].shape]
 
 
-class Domain:
+class Domain(AxisTable):
     """Axes and the dimensions of nodes over them. Grows by `add`, which either succeeds or raises
     and must then be thrown away: `copy` first.
     """
 
     def __init__(self) -> None:
-        self.table: list[_Axis] = []
+        super().__init__()
         self.dims: dict[Node, Dims] = {}
         # What dimensions have become. Shared with copies, and left to them when an axis changes.
-        self.resolved: dict[Dims, tuple[int, ...]] = {}
+        self.resolved: dict[Dims, Axes] = {}
 
     def copy(self) -> Domain:
         other = Domain()
@@ -77,84 +68,71 @@ class Domain:
         other.resolved = self.resolved
         return other
 
-    # ---- axes
-
-    def new(self, extent: sympy.Expr) -> tuple[int, ...]:
-        """A fresh axis, or none for a dimension of size one."""
-        if extent == 1:
-            return ()
-        self.table.append(_Axis(extent))
-        return (len(self.table) - 1,)
-
-    def resolve(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """The axes that these have become."""
-        result: list[int] = []
-        for axis in axes:
-            entry = self.table[axis]
-            if entry.parts is None:
-                result.append(axis)
-                continue
-            final = self.resolve(entry.parts)
-            if final != entry.parts:  # the way there is made once
-                self.table[axis] = _Axis(entry.extent, final)
-            result += final
-        return tuple(result)
-
-    def extent(self, axis: int) -> sympy.Expr:
-        return self.table[axis].extent
-
-    def axes(self, node: Node) -> tuple[int, ...]:
-        """All axes of a node's dimensions, in order."""
+    def axes(self, node: Node) -> Axes:
+        """All axes of a node's dimensions, in order, those of pieces for joined ones."""
         return self.axes_of(self.dims[node])
 
-    def axes_of(self, dims: Dims) -> tuple[int, ...]:
+    def axes_of(self, dims: Dims) -> Axes:
         axes = self.resolved.get(dims)
         if axes is None:
-            axes = tuple(axis for dim in dims for axis in self.resolve(dim))
+            axes = tuple(dict.fromkeys(self.expanded(self.whole_axes_of(dims))))
             self.resolved[dims] = axes
         return axes
 
-    def every_axes(self) -> Iterator[tuple[int, ...]]:
+    def whole_axes(self, node: Node) -> Axes:
+        """All axes of a node's dimensions, in order."""
+        return self.whole_axes_of(self.dims[node])
+
+    def whole_axes_of(self, dims: Dims) -> Axes:
+        return tuple(axis for dim in dims for axis in self.resolve(dim))
+
+    def every_axes(self) -> Iterator[Axes]:
         """The axes of each node; of nodes with the same dimensions once."""
         return map(self.axes_of, set(self.dims.values()))
 
-    def become(self, axis: int, parts: tuple[int, ...]) -> None:
-        """An axis is made of others from now on."""
-        self.table[axis] = _Axis(self.extent(axis), parts)
+    def become(self, axis: int, parts: Axes) -> None:
+        super().become(axis, parts)
         self.resolved = {}
 
-    def unify(self, left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
-        """Makes two spellings of one dimension the same, splitting axes where needed."""
-        result: list[int] = []
-        a, b = list(self.resolve(left)), list(self.resolve(right))
-        while a and b:
-            x, y = a.pop(0), b.pop(0)
-            if x == y:
-                result.append(x)
-                continue
-            ex, ey = self.extent(x), self.extent(y)
-            if ex != ey:
-                if _divides(ey, ex):
-                    x, rest = self.split(x, ey)
-                    a.insert(0, rest)
-                elif _divides(ex, ey):
-                    y, rest = self.split(y, ex)
-                    b.insert(0, rest)
-                else:
-                    raise NotExpressible(f"a dimension of {ex} elements meets one of {ey}")
-            self.become(y, (x,))
-            result.append(x)
-            a, b = list(self.resolve(a)), list(self.resolve(b))
-        if a or b:
-            raise NotExpressible("dimensions of different sizes meet")
-        return self.resolve(result)
+    def joined_dim(self, node: Node) -> int | None:
+        """The dimension of a node that has pieces, if one has."""
+        for k, dim in enumerate(self.dims[node]):
+            if any(self.table[axis].pieces for axis in self.resolve(dim)):
+                return k
+        return None
 
-    def split(self, axis: int, outer: sympy.Expr) -> tuple[int, int]:
-        """Splits an axis in two, given the extent of the outer part."""
-        inner = sympy.cancel(self.extent(axis) / outer)
-        parts = (*self.new(outer), *self.new(inner))
-        self.become(axis, parts)
-        return parts[0], parts[1]
+    def is_joined(self, axis: int) -> bool:
+        return bool(self.table[axis].pieces)
+
+    def pieces_of(self, node: Node) -> tuple[Axes, ...]:
+        """The pieces that a node is made of side by side; none of most."""
+        joined = [axis for axis in self.whole_axes(node) if self.table[axis].pieces]
+        return self.pieces(*joined) if joined else ()
+
+    def in_equal_pieces(self) -> int:
+        """Cuts joined axes so that all pieces are as long, and makes these one axis: lanes run
+        along all of them. Returns the most pieces of a tensor.
+
+        Raises:
+            NotExpressible: if the size of one is unknown, or some tensor has several dimensions of
+                pieces then.
+        """
+        pieces = dict.fromkeys(piece for node in self.dims for piece in self.pieces_of(node))
+        sizes = list(map(self.extent_of, pieces))
+        if not all(size.is_Integer for size in sizes):
+            raise NotExpressible("a piece of unknown size")
+        least = math.gcd(*map(int, sizes))
+        for piece, size in zip(pieces, sizes, strict=True):
+            for place in range(least, size, least):
+                self.cut_at(piece, place)
+        every = {
+            piece: len(self.pieces_of(node)) for node in self.dims for piece in self.pieces_of(node)
+        }
+        first, *others = every
+        for other in others:
+            self.unify(first, other)
+        self.check()
+        return max(every.values())
 
     # ---- nodes
 
@@ -174,6 +152,10 @@ class Domain:
             dims = self.reduction(node)
         elif kind is Kind.VIEW:
             dims = self.view(node)
+        elif kind is Kind.PART:
+            dims = self.part(node)
+        elif kind is Kind.JOIN:
+            dims = self.join(node)
         elif kind is Kind.ITEM:
             source = node.all_input_nodes[0]
             if source not in self.dims:
@@ -192,11 +174,21 @@ class Domain:
             self.dims[node] = tuple(self.new(extent) for extent in shape_of(node))
 
     def check(self) -> None:
-        """No tensor may run along one axis twice: that would be a diagonal."""
-        for axes in self.every_axes():
-            if len(set(axes)) != len(axes):
-                twice = next(node for node in self.dims if self.axes(node) == axes)
-                raise NotExpressible(f"{twice.name} runs along one axis twice")
+        """No tensor may run along one axis twice: that would be a diagonal. Nor may two of its
+        dimensions have pieces.
+        """
+        for axes in map(self.whole_axes_of, set(self.dims.values())):
+            joined = [axis for axis in axes if self.table[axis].pieces]
+            single = [axis for axis in axes if axis not in joined]
+            within = set(self.expanded(joined))
+            if len(set(single) - within) < len(single):
+                raise NotExpressible(f"{self.one_along(axes)} runs along one axis twice")
+            if len(joined) > 1:
+                raise NotExpressible(f"{self.one_along(axes)} has pieces in two dimensions")
+
+    def one_along(self, axes: Axes) -> str:
+        """The name of a node with these axes."""
+        return next(node.name for node in self.dims if self.whole_axes(node) == axes)
 
     def check_numbers(self, node: Node) -> None:
         """Numbers of the graph may be arguments where the domain's extents tell them."""
@@ -236,6 +228,53 @@ class Domain:
         kept = [() if k in reduced else dim for k, dim in enumerate(source)]
         return tuple(dim for k, dim in enumerate(kept) if keepdim or k not in reduced)
 
+    def part(self, node: Node) -> Dims:
+        """Dimensions of a part of a tensor, which cuts that."""
+        source = node.all_input_nodes[0]
+        dim, first, last = self.cut_out(source, node)
+        dims = list(self.dims[source])
+        dims[dim] = self.joined(self.side_by_side(dims[dim])[first:last])
+        return tuple(dims)
+
+    def cut_out(self, source: Node, node: Node) -> tuple[int, int, int]:
+        """The dimension that a node takes a part of, or puts one into, the number of its first
+        piece there, and that of the first piece behind it.
+        """
+        part = part_of(node)
+        if part is None:
+            raise NotExpressible(f"{node.name} is no part of known size")
+        return part.dim, *self.cut(self.dims[source][part.dim], part.start, part.stop)
+
+    def join(self, node: Node) -> Dims:
+        """Dimensions of tensors side by side, or of one a part of which is another."""
+        dim, sides = self.sides(node)
+        pieces = [p for x, some in sides for p in self.side_by_side(self.dims[x][dim])[some]]
+        return self.alike([self.dims[x] for x, _ in sides], dim, pieces)
+
+    def sides(self, node: Node) -> tuple[int, list[tuple[Node, slice]]]:
+        """The dimension along which a node has others side by side, and these in order, with the
+        pieces that it has of each.
+        """
+        if node.target is torch.ops.aten.slice_scatter.default:
+            base, source, *_ = node.all_input_nodes
+            dim, first, last = self.cut_out(base, node)
+            return dim, [(base, slice(first)), (source, slice(None)), (base, slice(last, None))]
+        tensors: Any = node.args[0]
+        dim = argument(node, "dim", 0) % len(self.dims[tensors[0]])
+        return dim, [(each, slice(None)) for each in tensors]
+
+    def alike(self, tensors: Sequence[Dims], dim: int, pieces: Sequence[Axes]) -> Dims:
+        """Dimensions that tensors have in common, but for one of the given pieces."""
+        if () in pieces:
+            raise NotExpressible("a piece has one element")
+        dims = list(tensors[0])
+        for other in tensors[1:]:
+            for k, axes in enumerate(other):
+                if k != dim:
+                    dims[k] = self.unify(dims[k], axes)
+        dims[dim] = self.joined(pieces)
+        return tuple(dims)
+
     def view(self, node: Node) -> Dims:
         source = node.all_input_nodes[0]
         arguments: Any = node.args[1:]
@@ -251,7 +290,7 @@ class Domain:
                 return tuple(reversed(self.dims[source]))
             case torch.ops.aten.expand:
                 return self.expand(source, node)
-        return self.regroup(self.axes(source), shape_of(node))
+        return self.regroup(self.whole_axes(source), shape_of(node))
 
     def expand(self, source: Node, node: Node) -> Dims:
         """An expanded dimension gets an axis along which the tensor does not change."""
@@ -273,8 +312,8 @@ class Domain:
                     raise NotExpressible("a view has more elements than its source")
                 axis = rest.pop(0)
                 have = self.extent(axis)
-                if have != missing and not _divides(have, missing):
-                    if not _divides(missing, have):
+                if have != missing and not divides(have, missing):
+                    if not divides(missing, have):
                         raise NotExpressible(f"a view puts {have} elements where {missing} fit")
                     axis, inner = self.split(axis, missing)
                     rest.insert(0, inner)
@@ -285,11 +324,3 @@ class Domain:
         if rest:
             raise NotExpressible("a view has fewer elements than its source")
         return tuple(dims)
-
-
-def _divides(small: sympy.Expr, large: sympy.Expr) -> bool:
-    """Whether one extent is a whole multiple of the other, for every value of their symbols."""
-    if small.is_Integer and large.is_Integer:
-        return int(small) != 0 and int(large) % int(small) == 0
-    quotient = sympy.cancel(large / small)
-    return bool(quotient.is_integer) and sympy.denom(quotient) == 1

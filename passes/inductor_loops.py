@@ -105,6 +105,7 @@ class InductorLoops:
         self.extents = lowered.region.extents(sizes)
         self.static = {axis.name for axis in lowered.region.axes if axis.extent is not None}
         self.order = _memory_order(lowered, self.extents)
+        self.count_pieces_together()
         self.stored: set[Node] = set()
         for node in nodes:  # a later one is made of what was stored before
             if self.is_stored(node):
@@ -120,6 +121,20 @@ class InductorLoops:
         self.groups = [*self.around.values(), *self.alone.values()]
         for group in self.groups:
             group.apart = self.are_apart(group)
+
+    def count_pieces_together(self) -> None:
+        """Counts the elements of all pieces of a joined axis as the first one's: Inductor goes
+        through them in one loop.
+        """
+        joined = filter(None, {self.domain.pieces_of(node) for node in self.domain.dims})
+        counted: set[str] = set()
+        for pieces in sorted(joined, key=lambda pieces: -len(pieces)):
+            names = [[self.names[axis] for axis in piece] for piece in pieces]
+            axes = {axis for piece in names for axis in piece}
+            if counted.isdisjoint(axes):
+                total = sum(prod(self.extents[axis] for axis in piece) for piece in names)
+                self.extents |= dict.fromkeys(axes, 1) | {names[0][0]: total}
+                counted |= axes
 
     # ---- loops
 
@@ -212,7 +227,7 @@ class InductorLoops:
         are one loop where no tensor that is read tells them apart.
         """
         dims = [
-            frozenset(self.names[axis] for axis in self.domain.resolve(dim))
+            frozenset(self.names[axis] for axis in self.domain.axes_of((dim,)))
             for dim in self.domain.dims[node]
         ]
         place = self.order.index

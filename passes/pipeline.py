@@ -1,8 +1,8 @@
 """The order of passes: the only place where it exists.
 
-    graph without no-ops -> grow -> copy what is better computed inside -> leave outside what is
-    better computed once -> lower -> judge -> put, one region at a time; what is refused is grown
-    again without what is at fault
+    graph without no-ops and splits -> grow -> copy what is better computed inside -> leave outside
+    what is better computed once -> cut what is read in pieces -> lower -> judge -> put, one region
+    at a time, in pieces first; what is refused is grown again without what is at fault
 
 Each accepted region changes the graph, so what can still be fused without a cycle is asked of the
 graph as it is. A stage that fails (a fault of ours) refuses its region and leaves the graph as it
@@ -21,16 +21,18 @@ from normpass.passes.copies import copy_inputs, take_back
 from normpass.passes.cost import Conditions, Work
 from normpass.passes.hoist import left_outside
 from normpass.passes.inductor_work import theirs
-from normpass.passes.lower import Lowered, NotLowered, lower
+from normpass.passes.lower import Lowered, lower
 from normpass.passes.noops import remove_noops
+from normpass.passes.pieces import Cut, Cuts, fits, split_into_slices
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, overwritten, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
 from normpass.passes.shrink import MOST_TRIES, Fault, left_out, with_what_feeds_it
+from normpass.passes.values import NotLowered
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from torch.fx import Graph, Node
 
@@ -112,6 +114,7 @@ PLANNING = "planning the kernel"
 def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
     """Grows and judges one region after the other; adds to `decisions`."""
     remove_noops(graph)
+    split_into_slices(graph)
     search = Search(graph, judge)
     try:
         search.run()
@@ -154,6 +157,7 @@ class Search:
         self.graph = graph
         self.judge = judge
         self.grower = Grower(graph)
+        self.has_parts = any(kind_of(node) is Kind.PART for node in graph.nodes)
         self.settled: set[Node] = set()
         self.attempts: list[Attempt] = []
 
@@ -170,6 +174,10 @@ class Search:
 
     def best(self, seed: Node) -> Attempt:
         """The first region around a seed that is accepted, the largest first; else the largest."""
+        if self.has_parts:
+            piecewise = self.attempt(seed, self.settled, in_pieces=True)
+            if isinstance(piecewise.decision, Fused):
+                return piecewise
         first = last = self.attempt(seed, self.settled)
         barred = set(self.settled)
         for _ in range(MOST_TRIES):
@@ -185,24 +193,31 @@ class Search:
             self.settled.update(node for node in last.nodes if kind_of(node) is Kind.REDUCTION)
         return first
 
-    def attempt(self, seed: Node, barred: set[Node]) -> Attempt:
+    def grow(self, grower: Grower, seed: Node, barred: set[Node], in_pieces: bool) -> Grown | None:
+        grown = grower.grow(seed, barred, in_pieces=in_pieces)
+        return grown if grown is None or not in_pieces or fits(grown) else None
+
+    def attempt(self, seed: Node, barred: set[Node], *, in_pieces: bool = False) -> Attempt:
         """Grows and judges a region without what is barred. If it is not fused, the graph is as it
-        was.
+        was. in_pieces: one that has parts of tensors, if there is such.
         """
         attempt = Attempt([seed], [seed])
         barred = with_what_feeds_it(barred)
         copies: dict[Node, Node] = {}
+        cuts = Cuts(self.graph)
         try:
-            grown = self.grower.grow(seed, barred)
+            grown = self.grow(self.grower, seed, barred, in_pieces)
             if grown is None:
                 return attempt
             attempt.nodes = grown.nodes
             copy_inputs(self.graph, grown.nodes, copies, barred)
             if copies:
-                grown = Grower(self.graph).grow(seed, barred) or grown
+                grown = self.grow(Grower(self.graph), seed, barred, in_pieces) or grown
             grown = left_outside(grown)
             attempt.nodes = grown.nodes
-            attempt.decision = self.judge.decide(grown, attempt)
+            if in_pieces:
+                cuts.make(grown)
+            attempt.decision = self.judge.decide(grown, attempt, cuts.of)
             if isinstance(attempt.decision, Refused):
                 attempt.stage = "leaving something out"
                 out = left_out(seed, grown.nodes, attempt.fault)
@@ -210,6 +225,7 @@ class Search:
         except Exception as error:  # see fuse_graph
             attempt.decision = attempt.failed(error)
         finally:
+            cuts.take_out()
             take_back(self.graph, copies)
         return attempt
 
@@ -253,7 +269,9 @@ class Judge:
     rounded: bool
     donated: Container[Node]
 
-    def decide(self, grown: Grown, attempt: Attempt) -> Decision | None:
+    def decide(
+        self, grown: Grown, attempt: Attempt, cuts: Mapping[Node, Sequence[Cut]]
+    ) -> Decision | None:
         """Fuses one grown region, or says why not; None if there is nothing of a norm in it."""
         nodes = grown.nodes
         attempt.stage = "naming"
@@ -265,7 +283,7 @@ class Judge:
         members = tuple(node.name for node in nodes)
         try:
             attempt.stage = "lowering"
-            lowered = lower(label[0], nodes, grown.domain, rounded=self.rounded)
+            lowered = lower(label[0], nodes, grown.domain, cuts, rounded=self.rounded)
             if not (lowered.has_one_hot_sum or has_inner_reduction(lowered)):
                 return None
             attempt.stage = "laying out its tensors"

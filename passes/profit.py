@@ -62,8 +62,9 @@ def estimate(lowered: Lowered, nodes: Sequence[Node]) -> Estimate:
     """The estimate of a region that stands for these nodes."""
     least = sum(nbytes(node) for node in (*lowered.inputs, *lowered.outputs))
     sizes = examples(lowered.sizes, lowered.inputs)
-    inside = set(nodes)
-    made = [x for x in lowered.inputs if only_computed_for(x, inside)]
+    inside = {*nodes, *lowered.parts}
+    whole = dict.fromkeys(lowered.parts.get(x, x) for x in lowered.inputs)
+    made = [x for x in whole if only_computed_for(x, inside)]
     of = {node for x in made for node in sources(x, inside).read}
     read = [x for x in lowered.outputs if is_truth(x) and is_read_in_loops(x, inside)]
     beside = [x for x in lowered.outputs if x in read or only_used_beside(x, inside)]

@@ -28,6 +28,7 @@ The grammar, line by line:
     NAME    = FN(ARGS)            pointwise; an argument is a value, a number, true or false
     NAME    = FN[AXES](VALUE)     reduction over the axes
     output  NAME: DTYPE[DIMS] STRIDES? = VALUE
+    joined  NAME NAME ... [DIM]   outputs that are one tensor, side by side along a dimension
 
 A dimension is an axis, a product of axes in parentheses (outermost first), or 1. Strides are in
 elements, one per dimension, and left out when the tensor is contiguous. Run-time integers are
@@ -36,9 +37,8 @@ passed in the order in which their question marks stand.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,8 +152,33 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Join:
+    """Outputs that follow one another and are one tensor: side by side along a dimension, all with
+    the strides of the whole.
+    """
+
+    outputs: tuple[str, ...]
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.outputs)} [{self.dim}]"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that leaves a region: one of its outputs, or several side by side along `dim`."""
+
+    buffers: tuple[Buffer, ...]
+    dim: int = 0
+
+    @property
+    def is_joined(self) -> bool:
+        return len(self.buffers) > 1
+
+
+@dataclass(frozen=True)
 class Region:
-    """A fused op as data. `parse(str(region)) == region`."""
+    """A fused op as data. `parse(str(region)) == region` (region_text.py)."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -161,6 +186,7 @@ class Region:
     ops: tuple[Op, ...]
     outputs: tuple[Output, ...]
     sizes: tuple[str, ...] = field(default=())
+    joins: tuple[Join, ...] = field(default=())
 
     def __str__(self) -> str:
         lines = [f"region {self.name}", f"axes    {' '.join(map(str, self.axes))}"]
@@ -169,6 +195,7 @@ class Region:
         lines += [f"input   {buffer}" for buffer in self.inputs]
         lines += [str(op) for op in self.ops]
         lines += [f"output  {output}" for output in self.outputs]
+        lines += [f"joined  {join}" for join in self.joins]
         return "\n".join(lines)
 
     @cached_property
@@ -202,6 +229,19 @@ class Region:
         dtypes = {b.dtype for b in self.inputs} | {o.buffer.dtype for o in self.outputs}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
+    @cached_property
+    def results(self) -> tuple[Result, ...]:
+        """The tensors that leave the region, in order."""
+        joins = {name: join for join in self.joins for name in join.outputs}
+        found: dict[str, Result] = {}
+        for output in self.outputs:
+            name = output.buffer.name
+            join = joins.get(name)
+            first = join.outputs[0] if join else name
+            before = found[first].buffers if first in found else ()
+            found[first] = Result((*before, output.buffer), join.dim if join else 0)
+        return tuple(found.values())
+
     def extents(self, sizes: Sequence[int]) -> dict[str, int]:
         """Every axis' extent and every run-time size, by name."""
         if len(sizes) != len(self.runtime_sizes):
@@ -214,6 +254,13 @@ class Region:
 
     def shape(self, buffer: Buffer, extents: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(product(extents[axis] for axis in dim) for dim in buffer.dims)
+
+    def whole_shape(self, result: Result, extents: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of a tensor that leaves the region."""
+        first, *others = (list(self.shape(buffer, extents)) for buffer in result.buffers)
+        for other in others:
+            first[result.dim] = first[result.dim] + other[result.dim]
+        return tuple(first)
 
     def strides(self, buffer: Buffer, extents: Mapping[str, int]) -> tuple[int, ...]:
         if buffer.strides is not None:
@@ -237,92 +284,6 @@ def format_arg(arg: Arg) -> str:
     if isinstance(arg, bool):
         return "true" if arg else "false"
     return arg if isinstance(arg, str) else repr(float(arg))
-
-
-_LINE = re.compile(r"(?P<head>[\w.]+)\s+(?P<rest>\S.*)$")
-_OP = re.compile(r"(?P<fn>\w+)(?:\[(?P<axes>[\w ]+)\])?\((?P<args>[^()]*)\)$")
-_BUFFER = re.compile(
-    r"(?P<name>\w+): (?P<dtype>\w+)\[(?P<dims>[\w() ]*)\](?: \((?P<strides>[^()]*)\))?$"
-)
-
-
-@lru_cache(maxsize=1024)
-def parse(text: str) -> Region:
-    """Reads a region's text and verifies it. A semicolon ends a line as well.
-
-    Raises:
-        RegionError: where a line breaks the grammar, or names what was not defined before it.
-    """
-    name = ""
-    axes: tuple[Axis, ...] = ()
-    sizes: tuple[str, ...] = ()
-    inputs: list[Buffer] = []
-    ops: list[Op] = []
-    outputs: list[Output] = []
-    for line in filter(None, map(str.strip, text.replace(";", "\n").splitlines())):
-        match = _LINE.match(line)
-        if match is None:
-            raise RegionError(f"expected 'WORD REST' in a region's line, found {line!r}")
-        head, rest = match["head"], match["rest"]
-        if rest.startswith("= "):
-            ops.append(_parse_op(head, rest[2:]))
-        elif head == "region":
-            name = rest
-        elif head == "axes":
-            axes = tuple(_parse_axis(word) for word in rest.split())
-        elif head == "sizes":
-            sizes = tuple(word.removesuffix("=?") for word in rest.split())
-        elif head == "input":
-            inputs.append(_parse_buffer(rest))
-        elif head == "output":
-            buffer, _, value = rest.partition(" = ")
-            outputs.append(Output(_parse_buffer(buffer), value))
-        else:
-            raise RegionError(
-                f"expected region, axes, sizes, input, output or a value, found {line!r}"
-            )
-    region = Region(name, axes, tuple(inputs), tuple(ops), tuple(outputs), sizes)
-    verify(region)
-    return region
-
-
-def _parse_axis(word: str) -> Axis:
-    name, _, extent = word.partition("=")
-    if extent != "?" and not extent.isdigit():
-        raise RegionError(f"expected an axis as NAME=INTEGER or NAME=?, found {word!r}")
-    return Axis(name, None if extent == "?" else int(extent))
-
-
-def _parse_buffer(text: str) -> Buffer:
-    match = _BUFFER.match(text)
-    if match is None or match["dtype"] not in DTYPES:
-        raise RegionError(f"expected 'NAME: DTYPE[DIMS] (STRIDES)', found {text!r}")
-    dims = tuple(
-        () if word == "1" else tuple(word.strip("()").split())
-        for word in re.findall(r"\([^()]*\)|\w+", match["dims"])
-    )
-    strides = None
-    if match["strides"] is not None:
-        words = match["strides"].replace(",", " ").split()
-        strides = tuple(int(w) if w.lstrip("-").isdigit() else w for w in words)
-    return Buffer(match["name"], DTYPES[match["dtype"]], dims, strides)
-
-
-def _parse_op(name: str, text: str) -> Op:
-    match = _OP.match(text)
-    if match is None:
-        raise RegionError(f"expected 'FN(ARGS)' or 'FN[AXES](VALUE)' for {name}, found {text!r}")
-    args = tuple(_parse_arg(word) for word in match["args"].replace(",", " ").split())
-    return Op(name, match["fn"], args, tuple((match["axes"] or "").split()))
-
-
-def _parse_arg(word: str) -> Arg:
-    if word in ("true", "false"):
-        return word == "true"
-    try:
-        return float(word) if word[0] in "-+.0123456789" or word in ("inf", "nan") else word
-    except ValueError:
-        raise RegionError(f"expected a value's name or a number, found {word!r}") from None
 
 
 def verify(region: Region) -> None:
@@ -363,6 +324,19 @@ def verify(region: Region) -> None:
     for op in filter(lambda op: op.is_reduction, region.ops):
         constant = set(op.axes).difference(*(region.varies[str(arg)] for arg in op.args))
         expect(not constant, f"{op.name}: its value does not vary over {sorted(constant)}")
+    outputs = [output.buffer.name for output in region.outputs]
+    together = [name for join in region.joins for name in join.outputs]
+    expect(len(set(together)) == len(together), "expected every output in one tensor")
+    for join in region.joins:
+        first = outputs.index(join.outputs[0]) if join.outputs[0] in outputs else 0
+        follow = tuple(outputs[first : first + len(join.outputs)]) == join.outputs
+        expect(follow, f"joined {join}: expected outputs that follow one another")
+        buffers = [region.outputs[first + k].buffer for k in range(len(join.outputs))]
+        alike = {(b.dtype, b.strides, len(b.dims)) for b in buffers}
+        expect(
+            len(alike) == 1 and buffers[0].strides is not None and join.dim < len(buffers[0].dims),
+            f"joined {join}: expected outputs of one type with the strides of the whole",
+        )
     for output in region.outputs:
         expect(
             output.value in defined, f"output {output.buffer.name} is {output.value}, not defined"

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.passes.domain import Domain, NotExpressible
+from normpass.passes.axis_table import NotExpressible
+from normpass.passes.domain import Domain
 from normpass.passes.one_hot import holds_integers, is_one_hot
 from normpass.passes.sizes import hint
-from normpass.passes.vocabulary import DTYPES, IDENTITY, RANDOM, Kind, kind_of
+from normpass.passes.vocabulary import DTYPES, IDENTITY, PIECEWISE, RANDOM, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -85,15 +86,15 @@ def mutates(node: Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-def fusable(node: Node) -> bool:
-    """Whether a region may hold this node at all.
+def fusable(node: Node, *, in_pieces: bool = False) -> bool:
+    """Whether a region may hold this node at all. in_pieces: one that may hold parts of tensors.
 
     What is computed from integers stays outside (the mask of `iota <= iota`), but for what is one
     at a position and zero elsewhere. So does what is made of random numbers: Inductor draws them
     where they are used, and a region would have them written.
     """
     kind = kind_of(node)
-    if kind is Kind.OTHER:
+    if kind is Kind.OTHER or (kind in PIECEWISE and not in_pieces):
         return False
     if is_one_hot(node) or (kind is Kind.VIEW and holds_integers(node)):
         return True
@@ -136,20 +137,24 @@ class Grower:
         self.reach = Reach.of(graph)
         self.by_position = list(graph.nodes)
         self.barred: Container[Node] = ()
-        self.known: dict[Node, bool] = {}
+        self.in_pieces = False
+        self.known: dict[tuple[Node, bool], bool] = {}
 
-    def grow(self, seed: Node, barred: Container[Node] = ()) -> Grown | None:
+    def grow(
+        self, seed: Node, barred: Container[Node] = (), *, in_pieces: bool = False
+    ) -> Grown | None:
         """The largest region around a seed without what is barred; None if not even the seed has a
-        domain.
+        domain. in_pieces: whether it may hold parts of tensors and what is put together of such
+        (pieces.py).
         """
-        self.barred = barred
+        self.barred, self.in_pieces = barred, in_pieces
         domain = Domain()
         try:
             domain.add(seed)
         except NotExpressible:
             return None
         source = seed.all_input_nodes[0]
-        whole = domain.axes(source)
+        whole = domain.whole_axes(source)
         members = {seed}
         changed = True
         while changed:
@@ -173,7 +178,7 @@ class Grower:
         siblings = {
             user
             for arg in reads
-            if arg in domain.dims and len(domain.axes(arg)) == extent
+            if arg in domain.dims and len(domain.whole_axes(arg)) == extent
             for user in arg.users
         } - members
         key = self.reach.order.__getitem__
@@ -189,9 +194,10 @@ class Grower:
 
     def may_hold(self, node: Node) -> bool:
         """Whether the region may hold a node."""
-        if node not in self.known:
-            self.known[node] = fusable(node)
-        return self.known[node] and node not in self.barred
+        key = node, self.in_pieces
+        if key not in self.known:
+            self.known[key] = fusable(node, in_pieces=self.in_pieces)
+        return self.known[key] and node not in self.barred
 
     def attempt(
         self, candidate: Node, members: set[Node], domain: Domain, whole: tuple[int, ...]
@@ -211,7 +217,7 @@ class Grower:
                 trial.add(node)
         except NotExpressible:
             return None
-        inside = set(trial.resolve(whole))
+        inside = set(trial.axes_of((whole,)))
         if not all(map(inside.issuperset, trial.every_axes())):
             return None
         grown = members | added

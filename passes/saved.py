@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from normpass.passes.sizes import hint, nbytes
-from normpass.passes.vocabulary import Kind, kind_of
+from normpass.passes.vocabulary import PIECEWISE, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
@@ -95,7 +95,7 @@ def _pays(node: Node, forward: Container[Node]) -> bool:
     others = (reader for reader, _ in readers if reader.target not in PRODUCTS)
     return (
         bool(products)
-        and all(kind_of(reader) is not Kind.OTHER for reader in others)
+        and all(kind_of(reader) not in PIECEWISE | {Kind.OTHER} for reader in others)
         and all(_work(reader, what) >= LEAST_WORK for reader, what in products)
     )
 

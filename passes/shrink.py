@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import sympy
     from torch.fx import Node
 
-    from normpass.passes.lower import NotLowered
+    from normpass.passes.values import NotLowered
 
 # So often a region is grown again before it is given up.
 MOST_TRIES = 3

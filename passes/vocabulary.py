@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch._inductor import inductor_prims
@@ -25,13 +25,20 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Kind(Enum):
-    """What a node is to a region. ITEM picks one result of a reduction that has several."""
+    """What a node is to a region. ITEM picks one result of a reduction that has several. PART is of
+    a tensor, along one dimension; JOIN puts tensors side by side, or one in place of a part.
+    """
 
     POINTWISE = auto()
     REDUCTION = auto()
     VIEW = auto()
     ITEM = auto()
+    PART = auto()
+    JOIN = auto()
     OTHER = auto()
+
+
+PIECEWISE = frozenset({Kind.PART, Kind.JOIN})
 
 
 class Writer(Protocol):
@@ -204,6 +211,9 @@ VIEWS = frozenset(
     }
 )
 
+CUTS = frozenset({aten.slice.Tensor})
+JOINS = frozenset({aten.cat.default, aten.slice_scatter.default})
+
 REDUCTIONS: dict[Any, str] = {
     aten.sum.default: "sum",
     aten.sum.dim_IntList: "sum",
@@ -254,6 +264,10 @@ def kind_of(node: Node) -> Kind:
         return Kind.VIEW
     if target in REDUCTIONS:
         return Kind.REDUCTION
+    if target in CUTS:
+        return Kind.PART
+    if target in JOINS:
+        return Kind.JOIN
     source = node.args[0] if node.args else None
     if target is operator.getitem and isinstance(source, Node):
         return Kind.ITEM if kind_of(source) is Kind.REDUCTION else Kind.OTHER
@@ -275,6 +289,28 @@ def reduced_dims(node: Node) -> tuple[frozenset[int], bool]:
         dims = list(range(rank))
     dims = [dims] if isinstance(dims, int) else dims
     return frozenset(d % rank for d in dims), bool(argument(node, "keepdim", False))
+
+
+class Part(NamedTuple):
+    """Neighbouring elements along a dimension, from one to before another."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+def part_of(node: Node) -> Part | None:
+    """What a slice takes, or a slice's scatter replaces; None for steps, and for what is empty or
+    of a size that is only known at run time.
+    """
+    shape = node.all_input_nodes[0].meta["val"].shape
+    dim = argument(node, "dim", 0) % len(shape)
+    start, stop = argument(node, "start", None), argument(node, "end", None)
+    numbers = shape[dim], *(number for number in (start, stop) if number is not None)
+    if argument(node, "step", 1) != 1 or not all(isinstance(x, int) for x in numbers):
+        return None
+    start, stop, _ = slice(start, stop).indices(shape[dim])
+    return Part(dim, start, stop) if start < stop else None
 
 
 def step_of_sum(node: Node, inside: Container[Node]) -> bool:

@@ -7,17 +7,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import sympy
-
 from normpass.passes.numbers import Call, Count
-from normpass.passes.region import Arg, Op, format_arg, product
+from normpass.passes.pieces import Pieces, Value, pieces_of
+from normpass.passes.region import Arg, Op, format_arg
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from normpass.passes.axis_table import Axes
     from normpass.passes.domain import Domain
     from normpass.passes.numbers import Number
     from normpass.passes.region import Output
+
+
+# How the results of a reduction over parts come together.
+OF_TWO = {"sum": "add", "amax": "maximum", "amin": "minimum", "prod": "mul"}
 
 
 class OpWriter:
@@ -74,13 +78,41 @@ class OpWriter:
 
     # ---- reductions
 
+    def reduce(self, fn: str, value: Value, axes: Axes) -> Arg:
+        """A reduction, piece by piece along a joined axis: first over those that run along the same
+        axes. Where a value does not change along an axis, what that comes to.
+        """
+        along: dict[Axes, Arg] = {}
+        for each, over in self.spread(value, axes):
+            along[over] = self.emit(OF_TWO[fn], along[over], each) if over in along else each
+        first, *others = [self.reduce_piece(fn, each, over) for over, each in along.items()]
+        for other in others:
+            first = self.emit(OF_TWO[fn], first, other)
+        return first
+
+    def spread(self, value: Value, axes: Axes) -> list[tuple[Arg, Axes]]:
+        """The pieces of a value and the axes of each."""
+        joined = next(filter(self.domain.is_joined, axes), None)
+        if joined is None:
+            assert not isinstance(value, Pieces)
+            return [(value, axes)]
+        pieces = self.domain.pieces(joined)
+        place = axes.index(joined)
+        return [
+            (each, (*axes[:place], *piece, *axes[place + 1 :]))
+            for each, piece in zip(pieces_of(value, len(pieces)), pieces, strict=True)
+        ]
+
+    def is_constant(self, value: Value, axes: Axes) -> bool:
+        """Whether some piece of a value does not change along an axis."""
+        return any(self.constant(each, over) for each, over in self.spread(value, axes))
+
     def constant(self, value: Arg, axes: Sequence[int]) -> tuple[int, ...]:
         """The axes along which a value does not change."""
         varies = self.varies[value] if isinstance(value, str) else frozenset()
         return tuple(axis for axis in axes if axis not in varies)
 
-    def reduce(self, fn: str, value: Arg, axes: tuple[int, ...]) -> Arg:
-        """A reduction; where a value does not change along an axis, what that comes to."""
+    def reduce_piece(self, fn: str, value: Arg, axes: Axes) -> Arg:
         constant = self.constant(value, axes)
         assert not (constant and fn == "prod"), "a product of equal factors is not written"
         changing = tuple(axis for axis in axes if axis not in constant)
@@ -131,24 +163,30 @@ class OpWriter:
         """How a value was written; None for a number, and for what comes from outside."""
         return next((op for op in self.ops.values() if op.name == value), None)
 
-    def mean(self, value: Arg, axes: tuple[int, ...]) -> Arg:
+    def mean(self, value: Value, axes: Axes) -> Arg:
         return self.emit("div", self.reduce("sum", value, axes), self.count(axes))
 
-    def variance(
-        self, value: Arg, axes: tuple[int, ...], correction: float | None
-    ) -> tuple[Arg, Arg]:
+    def variance(self, value: Value, axes: Axes, correction: float | None) -> tuple[Arg, Arg]:
         """A variance about the mean, and the mean."""
         mean = self.mean(value, axes)
-        centred = self.emit("sub", value, mean)
-        total = self.reduce("sum", self.emit("mul", centred, centred), axes)
+        squares = [self.square(each, mean) for each, _ in self.spread(value, axes)]
+        total = self.reduce("sum", Pieces(tuple(squares)) if squares[1:] else squares[0], axes)
         return self.emit("div", total, self.degrees(axes, correction)), mean
 
-    def count(self, axes: tuple[int, ...]) -> Arg:
+    def square(self, value: Arg, mean: Arg) -> Arg:
+        centred = self.emit("sub", value, mean)
+        return self.emit("mul", centred, centred)
+
+    def count(self, axes: Axes) -> Arg:
         """The number of elements that axes span: a number, or a value where it is known only at run
         time.
         """
-        total = sympy.sympify(product(self.domain.extent(axis) for axis in axes))
-        return float(total) if total.is_Integer else self.emit("numel", axes=axes)
+        total = self.domain.extent_of(axes)
+        if total.is_Integer:
+            return float(total)
+        joined = tuple(filter(self.domain.is_joined, axes))
+        count = self.emit("numel", axes=tuple(axis for axis in axes if axis not in joined))
+        return self.emit("mul", count, self.count(joined)) if joined else count
 
     def number(self, number: Number) -> Arg:
         """A number that is known at run time, as a value."""
@@ -158,7 +196,7 @@ class OpWriter:
             return self.emit(number.fn, *map(self.number, number.args))
         return number
 
-    def degrees(self, axes: tuple[int, ...], correction: float | None) -> Arg:
+    def degrees(self, axes: Axes, correction: float | None) -> Arg:
         """Degrees of freedom of a variance; never negative."""
         count = self.count(axes)
         correction = 1 if correction is None else correction

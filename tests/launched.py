@@ -11,7 +11,7 @@ from normpass.backend.codegen.cpp import generate
 from normpass.backend.program.machine import CPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run import toolchain
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from torch import Tensor

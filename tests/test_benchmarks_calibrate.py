@@ -14,7 +14,7 @@ from normpass.backend.run import calibration
 from normpass.backend.run.reference import evaluate
 from normpass.benchmarks import bench, calibrate
 from normpass.passes.cost import PRICED, Calibration
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,13 +10,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from normpass.backend.entry import decomposition_table
 from normpass.backend.run.op import region_op
 from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
-from normpass.passes.region import Region, parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.fx import GraphModule, Node
+
+    from normpass.passes.region import Region
 
 
 def trace(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> GraphModule:

@@ -255,7 +255,7 @@ def check(case: Case, tiling: Tiling | None, device: str) -> None:
     from normpass.backend.program.machine import GPU
     from normpass.backend.program.sizes import size_classes
     from normpass.backend.run.launch_triton import TritonKernel
-    from normpass.passes.region import parse
+    from normpass.passes.region_text import parse
 
     region = parse(case.text)
     machine = replace(GPU, tiling=tiling) if tiling else GPU

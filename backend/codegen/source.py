@@ -8,7 +8,7 @@ from normpass.backend.codegen import cpp
 from normpass.backend.program.machine import CPU, GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from normpass.backend.program.tree import Plan

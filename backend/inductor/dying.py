@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
 def dying(text: str, inputs: Sequence[Any], wrapper: Any) -> list[tuple[int, int]]:
-    """Pairs of an output and an input of its size that dies with the call, by their numbers.
+    """Pairs of a result and an input of its size that dies with the call, by their numbers.
 
     text: the region's. inputs: Inductor's, of the call whose code is being written.
     """
@@ -31,10 +31,11 @@ def dying(text: str, inputs: Sequence[Any], wrapper: Any) -> list[tuple[int, int
     dead = [j for j, x in enumerate(inputs) if times[names[j]] == 1 and _dies(x, wrapper)]
     return [
         (k, j)
-        for k, output in enumerate(region.outputs)
+        for k, result in enumerate(region.results)
         for j in dead
-        if region.inputs[j].dtype is output.buffer.dtype
-        and region.inputs[j].axes == output.buffer.axes
+        if not result.is_joined
+        and region.inputs[j].dtype is result.buffers[0].dtype
+        and region.inputs[j].axes == result.buffers[0].axes
     ]
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 from normpass.passes.vocabulary import VIEWS
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _of_a_region(call: Node) -> Iterator[tuple[Node, Node]]:
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     for node, buffer in (
         *zip(inputs, region.inputs, strict=True),
-        *((results[k], output.buffer) for k, output in enumerate(region.outputs) if k in results),
+        *((results[k], each.buffers[0]) for k, each in enumerate(region.results) if k in results),
     ):
         yield first.setdefault(buffer.dims, node), node
 

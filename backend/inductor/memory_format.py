@@ -24,7 +24,7 @@ import torch
 from normpass.backend.inductor.images import images
 from normpass.backend.inductor.strides import Layouts, Strides
 from normpass.passes.domain import shape_of, step_of
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 from normpass.passes.rewrite import SizeUnknown, locate
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def settled(
     region = parse(text)
     layouts = Layouts(region, sizes)
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
-    wanted = [wishes.of(results[k]) if k in results else None for k in range(len(region.outputs))]
+    wanted = [wishes.of(results[k]) if k in results else None for k in range(len(region.results))]
     strides = [tuple(map(sympy.sympify, x.get_stride())) for x in inputs]
     return str(layouts.laid_out(strides, wanted)), [*sizes, *layouts.new]
 

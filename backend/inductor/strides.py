@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from normpass.passes.region import Buffer, Region, Stride, product, verify
+from normpass.passes.region import Buffer, Region, Result, Stride, product, verify
 from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
@@ -29,24 +29,37 @@ class Layouts:
         self.extents: dict[str, Any] = region.extents([sympy.sympify(size) for size in sizes])
         self.new: dict[sympy.Expr, str] = {}  # strides that need a name: run-time sizes to be added
 
-    def laid_out(self, inputs: Sequence[Strides], outputs: Sequence[Strides | None]) -> Region:
-        """The region with its tensors laid out so; None is for outputs that follow the rest."""
+    def laid_out(self, inputs: Sequence[Strides], results: Sequence[Strides | None]) -> Region:
+        """The region with its tensors laid out so. results: None is for those that follow the rest;
+        the parts of one have the strides of the whole, and follow nobody.
+        """
         region = self.region
-        wanted = list(zip((output.buffer for output in region.outputs), outputs, strict=True))
+        wanted = list(zip(region.results, results, strict=True))
         given = [*zip(region.inputs, inputs, strict=True)]
-        given += [(buffer, strides) for buffer, strides in wanted if strides is not None]
-        results = [
-            replace(output, buffer=self.buffer(buffer, strides or self.following(buffer, given)))
-            for output, (buffer, strides) in zip(region.outputs, wanted, strict=True)
+        given += [(each.buffers[0], strides) for each, strides in wanted if strides is not None]
+        buffers = [buffer for each in wanted for buffer in self.result(*each, given)]
+        outputs = [
+            replace(output, buffer=buffer)
+            for output, buffer in zip(region.outputs, buffers, strict=True)
         ]
         laid_out = replace(
             region,
             inputs=tuple(map(self.buffer, region.inputs, inputs)),
-            outputs=tuple(results),
+            outputs=tuple(outputs),
             sizes=(*region.sizes, *self.new.values()),
         )
         verify(laid_out)
         return laid_out
+
+    def result(
+        self, result: Result, strides: Strides | None, given: Sequence[tuple[Buffer, Strides]]
+    ) -> list[Buffer]:
+        """The outputs that a result is made of, laid out so."""
+        first, *others = result.buffers
+        if not others:
+            return [self.buffer(first, strides or self.following(first, given))]
+        whole = tuple(map(self.named, strides or self.strides(first)))
+        return [replace(buffer, strides=whole) for buffer in result.buffers]
 
     def following(self, buffer: Buffer, given: Sequence[tuple[Buffer, Strides]]) -> Strides:
         """Strides for an output along the axis along which most bytes of whole tensors lie:

@@ -38,7 +38,8 @@ from normpass.backend.program.tree import (
     Store,
 )
 from normpass.passes.cost import PRICED, Work
-from normpass.passes.region import REGROUP, parse, product
+from normpass.passes.region import REGROUP, product
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -22,10 +22,10 @@ from normpass.backend.codegen import triton as generator
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
-from normpass.backend.run.layouts import Layout, relaid_out
+from normpass.backend.run.layouts import Layout, outputs_in, pieces, relaid_out
 from normpass.backend.run.reference import evaluate
 from normpass.backend.run.toolchain import cache_dir
-from normpass.passes.region import Region, parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from normpass.backend.program.sizes import SizeClass
+    from normpass.passes.region import Region
 
 
 log = logging.getLogger(__name__)
@@ -65,16 +66,15 @@ class TritonKernel:
         if self._failed:
             return evaluate(region, inputs, sizes)
         device = inputs[0].device
-        outputs = [
-            Layout.of(region, output.buffer, extents).empty(device) for output in region.outputs
-        ]
+        results = [Layout.of_result(region, each, extents).empty(device) for each in region.results]
+        outputs = outputs_in(results, pieces(region, extents), torch.as_strided)
         tensors = [*inputs, *outputs]
         with _on(device) as processors:
             if self._run is not None:
                 self._run(tensors, sizes, processors)
             elif not self._first(tensors, sizes, processors):
                 return evaluate(region, inputs, sizes)
-        return outputs
+        return results
 
     def _first(self, tensors: list[Tensor], sizes: Sequence[int], processors: int) -> bool:
         """The first call builds the kernels before it launches any, so that only what goes wrong in

@@ -1,4 +1,6 @@
-"""Tensors as a kernel was planned for: shape, strides and dtype, and copies where they differ."""
+"""Tensors as a kernel was planned for: shape, strides and dtype, copies where they differ, and the
+outputs that are parts of one tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import torch
 from torch._C._dynamo.guards import assert_size_stride
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from normpass.passes.region import Buffer, Region
+    from normpass.passes.region import Buffer, Region, Result
 
 
 class Layout(NamedTuple):
@@ -28,9 +30,47 @@ class Layout(NamedTuple):
     def of(cls, region: Region, buffer: Buffer, extents: Mapping[str, int]) -> Layout:
         return cls(region.shape(buffer, extents), region.strides(buffer, extents), buffer.dtype)
 
+    @classmethod
+    def of_result(cls, region: Region, result: Result, extents: Mapping[str, int]) -> Layout:
+        first, shape = result.buffers[0], region.whole_shape(result, extents)
+        return cls(shape, region.strides(first, extents), first.dtype)
+
     def empty(self, device: torch.device) -> Tensor:
         """New memory of this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+class Piece(NamedTuple):
+    """Where an output lies: in which result, and from which of its elements on."""
+
+    result: int
+    layout: Layout
+    offset: int
+
+
+def pieces(region: Region, extents: Mapping[str, int]) -> tuple[Piece, ...]:
+    """Where each output of a region lies."""
+    found: list[Piece] = []
+    for k, result in enumerate(region.results):
+        offset = 0
+        for buffer in result.buffers:
+            layout = Layout.of(region, buffer, extents)
+            found.append(Piece(k, layout, offset))
+            if result.is_joined:
+                offset += layout.shape[result.dim] * layout.strides[result.dim]
+    return tuple(found)
+
+
+def outputs_in(
+    results: Sequence[Tensor], pieces: Sequence[Piece], view: Callable[..., Tensor]
+) -> list[Tensor]:
+    """The outputs of a region as parts of its results. view: torch.as_strided, or what does it."""
+    return [
+        results[k]
+        if results[k].shape == layout.shape
+        else view(results[k], layout.shape, layout.strides, offset)
+        for k, layout, offset in pieces
+    ]
 
 
 def lie_as_planned(inputs: Sequence[Tensor], planned: Sequence[Layout]) -> bool:

@@ -6,7 +6,7 @@ that contains it and a fresh process can run it.
     region(Tensor[] inputs, SymInt[] sizes, str text) -> Tensor[]
 
 inputs: as the text's `input` lines say. sizes: its run-time integers. Returns its `output`s, new
-tensors all.
+tensors all; those that are `joined` are one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.backend.program.sizes import size_classes
+from normpass.backend.run.layouts import Layout
 from normpass.backend.run.reference import evaluate
 from normpass.backend.run.runtime import kernel, print_kernel
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,16 +67,8 @@ def _anywhere(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list
 def _fake(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
     """Outputs of the right shape, strides and dtype; sizes may be symbolic."""
     region = parse(text)
-    extents = region.extents(sizes)
-    return [
-        torch.empty_strided(
-            region.shape(output.buffer, extents),
-            region.strides(output.buffer, extents),
-            dtype=output.buffer.dtype,
-            device=inputs[0].device,
-        )
-        for output in region.outputs
-    ]
+    extents, device = region.extents(sizes), inputs[0].device
+    return [Layout.of_result(region, each, extents).empty(device) for each in region.results]
 
 
 _library.impl("region", _cpu, "CPU")

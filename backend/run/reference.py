@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.backend.program.pointwise import POINTWISE
+from normpass.backend.run.layouts import Layout, outputs_in, pieces
 from normpass.passes.region import Buffer, Op, Region, product
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ def evaluate(region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]) -> 
     device = inputs[0].device
     for op in region.ops:
         values[op.name] = _apply(op, values, axes, extents, region.compute_dtype, device)
-    return [_leave(region, o.buffer, values[o.value], axes, extents) for o in region.outputs]
+    results = [Layout.of_result(region, each, extents).empty(device) for each in region.results]
+    tensors = outputs_in(results, pieces(region, extents), torch.as_strided)
+    for output, tensor in zip(region.outputs, tensors, strict=True):
+        _leave(tensor, output.buffer, values[output.value], axes, extents)
+    return results
 
 
 def _over_axes(
@@ -87,19 +92,11 @@ def _reduce(op: Op, value: Tensor, axes: Sequence[str]) -> Tensor:
 
 
 def _leave(
-    region: Region,
-    buffer: Buffer,
-    value: Tensor,
-    axes: Sequence[str],
-    extents: Mapping[str, int],
-) -> Tensor:
-    """[one dimension an axis] -> the output tensor, with its dtype and strides."""
+    out: Tensor, buffer: Buffer, value: Tensor, axes: Sequence[str], extents: Mapping[str, int]
+) -> None:
+    """Writes [one dimension an axis] to an output."""
     order = [axis for dim in buffer.dims for axis in dim]
     value = value.expand([extents[a] if a in order else 1 for a in axes])
     rest = [k for k, axis in enumerate(axes) if axis not in order]
     value = value.permute([*(axes.index(axis) for axis in order), *rest])
-    shape = region.shape(buffer, extents)
-    out = torch.empty_strided(
-        shape, region.strides(buffer, extents), dtype=buffer.dtype, device=value.device
-    )
-    return out.copy_(value.reshape(shape))
+    out.copy_(value.reshape(out.shape))

@@ -27,9 +27,17 @@ from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import toolchain
 from normpass.backend.run.caches import private_cache
-from normpass.backend.run.layouts import Layout, lie_as_planned, relaid_out
+from normpass.backend.run.layouts import (
+    Layout,
+    Piece,
+    lie_as_planned,
+    outputs_in,
+    pieces,
+    relaid_out,
+)
 from normpass.backend.run.reference import evaluate
-from normpass.passes.region import parse, product
+from normpass.passes.region import product
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,28 +72,30 @@ class Arguments(ctypes.Structure):
 @dataclass(frozen=True)
 class Launch:
     """A kernel for given sizes: call `run` with the tuple of its inputs and outputs, and how many
-    threads there are.
+    threads there are. pieces: the outputs, where some of them are parts of results.
     """
 
     inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    pieces: tuple[Piece, ...]
     run: Callable[[tuple[Tensor, ...], int], None]
     most_workers: int
     past_caches: bool
 
     def __call__(self, inputs: Sequence[Tensor], over: Mapping[int, int] = NOTHING) -> list[Tensor]:
-        """Of tensors that lie as planned. over: the inputs that outputs are written over, by their
+        """Of tensors that lie as planned. over: the inputs that results are written over, by their
         numbers.
         """
-        outputs = [
+        results = [
             self.written_over(over[k], inputs, want) if k in over else empty_strided(*want)
-            for k, want in enumerate(self.outputs)
+            for k, want in enumerate(self.results)
         ]
+        outputs = outputs_in(results, self.pieces, reinterpret) if self.pieces else results
         self.run((*inputs, *outputs), torch.get_num_threads())
-        return outputs
+        return results
 
     def written_over(self, dead: int, inputs: Sequence[Tensor], want: Layout) -> Tensor:
-        """An output in the place of an input, whose dimensions may be others."""
+        """A result in the place of an input, whose dimensions may be others."""
         tensor = inputs[dead]
         same = self.inputs[dead] == want
         return tensor if same else reinterpret(tensor, want.shape, want.strides, 0)
@@ -127,15 +137,15 @@ class Kernel:
         return launch
 
     def over(self, dying: Iterable[tuple[int, int]]) -> dict[int, int]:
-        """Of inputs that die with a launch, those that the kernel may write its outputs over.
+        """Of inputs that die with a launch, those that the kernel may write its results over.
 
-        dying: pairs of an output and an input, by their numbers.
+        dying: pairs of a result and an input, by their numbers.
         """
         region, found = self.region, dict[int, int]()
-        for output, dead in dying:
-            allowed = self._overwritable[region.outputs[output].buffer.name]
+        for result, dead in dying:
+            allowed = self._overwritable[region.results[result].buffers[0].name]
             if region.inputs[dead].name in allowed and dead not in found.values():
-                found.setdefault(output, dead)
+                found.setdefault(result, dead)
         return found
 
     @cached_property
@@ -170,9 +180,9 @@ class Kernel:
         region = self.region
         extents = region.extents(sizes)
         inputs = tuple(Layout.of(region, buffer, extents) for buffer in region.inputs)
-        outputs = tuple(Layout.of(region, output.buffer, extents) for output in region.outputs)
+        results = tuple(Layout.of_result(region, each, extents) for each in region.results)
         elements = product(extents[axis.name] for axis in region.axes)
-        traffic = sum(product(t.shape) * t.dtype.itemsize for t in (*inputs, *outputs))
+        traffic = sum(product(t.shape) * t.dtype.itemsize for t in (*inputs, *results))
         workers = max(1, elements // ELEMENTS_PER_WORKER)
         # What the workers' own caches cannot keep is written around them: filling a line that is
         # about to be overwritten costs more than its next reader saves, from the last level.
@@ -180,7 +190,8 @@ class Kernel:
         numbers = (ctypes.c_int64 * max(len(sizes), 1))(*sizes)
         arguments = Arguments(DATA_PTR, numbers, workers, past_caches)
         run = partial(function, ctypes.pointer(arguments))
-        return Launch(inputs, outputs, run, workers, past_caches)
+        parts = pieces(region, extents) if region.joins else ()
+        return Launch(inputs, results, parts, run, workers, past_caches)
 
 
 @lru_cache(maxsize=4096)
@@ -216,7 +227,7 @@ class CallSite:
     """One place in Inductor's code that calls a region: `launch`, where tensors are known to lie as
     the text says. What is found at the first call is kept for the later ones.
 
-    dying: pairs of an output and an input that nobody needs after the call, by their numbers.
+    dying: pairs of a result and an input that nobody needs after the call, by their numbers.
     """
 
     def __init__(self, *dying: tuple[int, int]) -> None:

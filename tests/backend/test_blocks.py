@@ -19,7 +19,7 @@ from normpass.backend.program.listing import listing
 from normpass.backend.program.machine import CPU, GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import LoopAxis
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 # ---- programs
 

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 
 from normpass.backend.explain import record
 from normpass.passes.pipeline import Fused
-from normpass.passes.region import Region, parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from normpass.passes.region import Region
 
 WORDS = 1003
 WEIGHT = torch.rand(WORDS, generator=torch.Generator().manual_seed(1)) + 0.5

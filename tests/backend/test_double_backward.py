@@ -22,7 +22,7 @@ from normpass.backend import entry
 from normpass.backend.explain import record
 from normpass.decomps.torch_versions import GROUP_NORM_BACKWARD_REWRITTEN
 from normpass.passes.pipeline import Decision, Fused
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,12 +26,14 @@ from normpass.backend.program.sizes import size_classes
 from normpass.backend.program.tree import Load, Loop, LoopAxis, Store, walk
 from normpass.backend.run import runtime
 from normpass.benchmarks.measure import peak_bytes
-from normpass.passes.region import Region, parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+
+    from normpass.passes.region import Region
 
 
 def pairs(region: Region) -> Iterator[tuple[int, int]]:

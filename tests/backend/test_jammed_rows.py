@@ -21,7 +21,7 @@ from normpass.backend.explain import record
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.runtime import Kernel
 from normpass.passes.pipeline import Fused
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

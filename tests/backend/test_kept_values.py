@@ -14,7 +14,7 @@ from tracing import fused
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import Compute, Keep, walk
 from normpass.backend.run.runtime import kernel
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 from normpass.passes.vocabulary import EXPENSIVE
 
 if TYPE_CHECKING:

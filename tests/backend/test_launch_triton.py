@@ -15,7 +15,7 @@ import triton_regions
 
 from normpass.backend.run import launch_triton
 from normpass.backend.run.launch_triton import TritonKernel
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

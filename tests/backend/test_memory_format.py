@@ -18,7 +18,7 @@ from tracing import trace
 from normpass.backend.inductor import inductor_call
 from normpass.backend.inductor.images import images as image_nodes
 from normpass.backend.run import layouts
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from launched import BACKWARD, axes_of, forward
 from normpass.backend.program.listing import listing
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import Loop
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from normpass.backend.program.tree import Plan

@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from normpass.backend.run import reference
 from normpass.backend.run.op import region_op
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 CENTRE = """\
 region centre

@@ -35,7 +35,8 @@ from normpass.backend.program.tree import (
     walk,
 )
 from normpass.backend.program.verify import ProgramError, verify
-from normpass.passes.region import parse, product
+from normpass.passes.region import product
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,8 @@ from normpass.backend.program.machine import CPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import reference, runtime
-from normpass.passes.region import REGROUP, parse, verify
+from normpass.passes.region import REGROUP, verify
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import pytest
 from norm_regions import decisions, made_dynamic, region
 from snapshots import assert_inline, assert_snapshot
 
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 
 def test_softmax_forward() -> None:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.runtime import kernel
-from normpass.passes.region import REGROUP, parse
+from normpass.passes.region import REGROUP
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

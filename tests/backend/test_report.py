@@ -12,7 +12,7 @@ from torch import nn
 import normpass
 from normpass.backend.explain.report import place
 from normpass.passes.pipeline import Fused
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 from normpass.passes.sizes import human
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from normpass.backend.codegen import cpp
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.runtime import Kernel
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

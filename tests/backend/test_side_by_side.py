@@ -11,7 +11,7 @@ from normpass.backend.codegen.cpp import generate
 from normpass.backend.program.listing import listing
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import Jam, Together
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 
 def crossed(dtype: str, c: int = 48, s: int = 40) -> str:

@@ -22,7 +22,7 @@ from normpass.backend.program.machine import GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import SizeClass, Sizes, size_class, size_classes
 from normpass.backend.run import runtime
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,8 @@ from normpass.backend.program.launches import with_launches
 from normpass.backend.program.machine import CPU, GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.runtime import Kernel
-from normpass.passes.region import Region, parse, product
+from normpass.passes.region import Region, product
+from normpass.passes.region_text import parse
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
 ROWS, WIDTH = 2000, 96  # sums of fewer than 1,024 numbers are not added up by parts

@@ -12,7 +12,7 @@ import torch
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import Finish, walk
 from normpass.backend.run.runtime import Kernel
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 TEXT = """\
 region softmax_backward

@@ -24,7 +24,8 @@ from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import launch_triton
 from normpass.decomps.torch_versions import release
-from normpass.passes.region import DTYPE_NAMES, parse
+from normpass.passes.region import DTYPE_NAMES
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from normpass.backend.codegen.triton import TritonSource
@@ -240,7 +241,7 @@ def test_the_same_region_gives_the_same_text() -> None:
         "from normpass.backend.program.plan import make_plan\n"
         "from normpass.backend.program.machine import GPU\n"
         "from normpass.backend.codegen.triton import generate\n"
-        "from normpass.passes.region import parse\n"
+        "from normpass.passes.region_text import parse\n"
         "import sys\n"
         "sys.stdout.write(generate(make_plan(parse(sys.argv[1]), GPU)).text)"
     )

@@ -13,7 +13,7 @@ import torch
 from normpass.backend.codegen import cpp
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.runtime import Kernel
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 # What stands beside whole vectors: half precision, truth values, and tensors that lie across, with
 # rows that are neighbours in memory or not.

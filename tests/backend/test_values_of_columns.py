@@ -15,7 +15,7 @@ from normpass.backend.program.traffic import traffic
 from normpass.backend.program.tree import Compute, Keep, Loop, walk
 from normpass.backend.run.runtime import Kernel
 from normpass.passes.cost import Caches, Conditions
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 # Batch norm with channels last, of one model or of several.
 TEXT = """\

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tracing import trace
 
-from normpass.passes.domain import Domain, NotExpressible
+from normpass.passes.axis_table import NotExpressible
+from normpass.passes.domain import Domain
 from normpass.passes.vocabulary import Kind, kind_of
 
 if TYPE_CHECKING:
@@ -142,7 +143,10 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: x.view(24, 10) @ x.view(24, 10).t(),
         "neither pointwise, reduction nor view",
     ),
-    "a slice": (lambda x: x[:, 1:] * 2, "neither pointwise, reduction nor view"),
+    "a slice of one": (lambda x: x[:, 1:] * 2, "a piece has one element"),
+    "a slice with steps": (lambda x: x[:, ::2] * 2, "no part of known size"),
+    "parts of two dimensions": (lambda x: x[:4, :2] * 2, "pieces in two dimensions"),
+    "a part of a product": (lambda x: x.view(24, 10)[5:] + x[0, 0], "a product of axes is cut"),
     "extents that do not divide": (lambda x: x.view(24, 10).view(16, 15), "where 16 fit"),
     "a chain of views": (
         lambda x: x.view(24, 10).view(-1)[None].view(15, 16).view(240).view(6, 40).view(4, 60) + 1,

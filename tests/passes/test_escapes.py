@@ -13,13 +13,14 @@ from tracing import calls, functions, fuse, fused, trace
 
 from normpass.passes.cost import Work
 from normpass.passes.pipeline import Fused, fuse_graph
-from normpass.passes.region import Region, parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from normpass.passes.lower import Lowered
     from normpass.passes.profit import Estimate
+    from normpass.passes.region import Region
 
 aten = torch.ops.aten
 X = torch.randn(6, 40)

@@ -15,12 +15,14 @@ from normpass.backend.run.op import region_op
 from normpass.passes.cost import Work
 from normpass.passes.one_hot import EXACT, are_positions
 from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
-from normpass.passes.region import Region, parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from normpass.passes.region import Region
 
 aten, prims = torch.ops.aten, torch.ops.prims
 WIDTH = 40

@@ -15,7 +15,7 @@ from tracing import fuse, trace
 from normpass.backend.run.reference import evaluate
 from normpass.passes import pipeline
 from normpass.passes.pipeline import Fused, fuse_graph
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

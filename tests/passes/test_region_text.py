@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normpass.passes.region import Axis, Buffer, Op, Output, Region, RegionError, parse, verify
+from normpass.passes.region import Axis, Buffer, Op, Output, Region, RegionError, verify
+from normpass.passes.region_text import parse
 
 TEXT = """\
 region layer_norm_backward
@@ -104,7 +105,7 @@ BROKEN = {
     "a line without a value": ("lonely", "expected 'WORD REST' in a region's line, found 'lonely'"),
     "an unknown line": (
         "widget w: f32[r]",
-        "expected region, axes, sizes, input, output or a value",
+        "expected region, axes, sizes, input, output, joined or a value",
     ),
     "no dtype": ("input   q: [r]", r"expected 'NAME: DTYPE\[DIMS\] \(STRIDES\)', found 'q: \[r\]'"),
     "an unknown dtype": ("input   q: i16[r]", "expected 'NAME: DTYPE.* found 'q: i16"),
@@ -122,6 +123,9 @@ BROKEN = {
     "axes without a reduction": ("v       = neg[c](g)", "v: axes mean a reduction"),
     "reduces what does not change": ("v       = sum[r](w)", r"does not vary over \['r'\]"),
     "an undefined output": ("output  y9: f32[r] = nix", "output y9 is nix, not defined"),
+    "one output joined": ("joined  y0 [0]", r"expected 'NAME NAME ... \[DIM\]', found 'y0 \[0\]'"),
+    "joined outputs apart": ("joined  y0 y9 [0]", "expected outputs that follow one another"),
+    "joined outputs that are whole": ("joined  y0 y1 [0]", "of one type with the strides of"),
     "an output too small": (
         "output  y9: f32[r] = mul",
         r"output y9 lacks its value's axes \['c'\]",

@@ -12,7 +12,7 @@ from tracing import calls, fuse, trace
 
 from normpass.backend.run.op import region_op
 from normpass.passes.pipeline import Fused
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from tracing import calls, functions, fuse, trace
 from normpass.backend.run.op import region_op
 from normpass.passes import pipeline, shrink
 from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
-from normpass.passes.region import Region, parse
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
 
     from normpass.passes.lower import Lowered
+    from normpass.passes.region import Region
 
 aten = torch.ops.aten
 # Large enough for a region of its own by default.
@@ -268,9 +269,10 @@ def attempts_on(graph: Graph, least_bytes: int | None = 0) -> list[pipeline.Atte
     seen: list[pipeline.Attempt] = []
     attempt = pipeline.Search.attempt
 
-    def noted(*args: Any) -> pipeline.Attempt:
-        seen.append(attempt(*args))
-        return seen[-1]
+    def noted(*args: Any, in_pieces: bool = False) -> pipeline.Attempt:
+        made = attempt(*args, in_pieces=in_pieces)
+        seen.extend(() if in_pieces else (made,))
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline.Search, "attempt", noted)

@@ -13,7 +13,7 @@ from random_regions import Case, cases, tensors
 from torch import Tensor, nn
 
 from normpass.backend.run.reference import evaluate
-from normpass.passes.region import parse
+from normpass.passes.region_text import parse
 from normpass.passes.value_names import with_names
 
 

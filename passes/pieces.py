@@ -1,0 +1,190 @@
+"""Regions that hold parts of tensors and what is put together of such, piece by piece.
+
+Rotary embedding exchanges the halves of what a norm returns:
+
+    y     = norm(x)
+    first = y[..., :64]
+    last  = y[..., 64:]
+    out   = y * cos + cat(-last, first) * sin
+
+A part cuts the axis (axis_table.py), and with it all tensors that run along it: each is computed as
+two, of 64 numbers each, which meet each other in the sum. The region reads its inputs in parts,
+which are views, and writes its results in parts of one tensor (`joined` in region.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.node import map_arg
+
+from normpass.passes.axis_names import locally_reduced
+from normpass.passes.axis_table import NotExpressible
+from normpass.passes.escapes import outputs_of
+from normpass.passes.region import Arg
+from normpass.passes.vocabulary import Kind, argument, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.fx import Graph, Node
+
+    from normpass.passes.axis_table import Axes
+    from normpass.passes.domain import Dims, Domain
+    from normpass.passes.regions import Grown
+
+aten = torch.ops.aten
+
+# Splits, and what their second argument is called.
+SPLITS: dict[Any, str] = {
+    aten.split.Tensor: "split_size",
+    aten.split_with_sizes.default: "split_sizes",
+}
+# A piece of fewer neighbours would leave lanes over, and more pieces registers.
+LEAST_PIECE = 16
+MOST_PIECES = 4
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a node is: a value for each of its pieces."""
+
+    values: tuple[Arg, ...]
+
+
+Value = Arg | Pieces
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A part of what a region reads: a node of the graph, and its dimensions in the domain."""
+
+    node: Node
+    dims: Dims
+
+
+def split_into_slices(graph: Graph) -> None:
+    """Puts slices in place of splits, which is what Inductor makes of them."""
+    for split in [node for node in graph.nodes if node.target in SPLITS]:
+        x, sizes = split.all_input_nodes[0], argument(split, SPLITS[split.target], None)
+        length = x.meta["val"].shape[argument(split, "dim", 0)]
+        if isinstance(sizes, int) and isinstance(length, int):
+            sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+        items = [user for user in split.users if user.target is operator.getitem]
+        is_known = isinstance(sizes, list | tuple) and all(isinstance(n, int) for n in sizes)
+        if not is_known or len(items) < len(split.users):
+            continue
+        ends = [0, *accumulate(sizes)]
+        for item in items:
+            k: Any = item.args[1]
+            with graph.inserting_before(item):
+                bounds = (argument(split, "dim", 0), ends[k], ends[k + 1])
+                part = graph.call_function(aten.slice.Tensor, (x, *bounds))
+            part.meta = {**item.meta}
+            item.replace_all_uses_with(part)
+            graph.erase_node(item)
+        graph.erase_node(split)
+
+
+def fits(grown: Grown) -> bool:
+    """Whether a region has parts that meet, and is better computed in a few equal pieces: what they
+    are cut of are rows, so that no loop is doubled; none leaves it, which would be a view outside;
+    and nothing is longer than a row, which would only be copied there.
+    """
+    nodes, domain = grown.nodes, grown.domain
+    if sum(kind_of(node) is Kind.PART for node in nodes) < 2:
+        return False
+    if any(kind_of(node) is Kind.PART for node in outputs_of(nodes)):
+        return False
+    try:
+        most = domain.in_equal_pieces()
+    except NotExpressible:
+        return False
+    pieces = {piece for node in domain.dims for piece in domain.pieces_of(node)}
+    local = locally_reduced(nodes, domain)
+    reduced = [node.all_input_nodes[0] for node in nodes if kind_of(node) is Kind.REDUCTION]
+    return (
+        most == max(len(domain.pieces_of(node)) for node in reduced) <= MOST_PIECES
+        and all(map(local.issuperset, pieces))
+        and all(domain.extent_of(piece) >= LEAST_PIECE for piece in pieces)
+    )
+
+
+class Cuts:
+    """The parts of what a region reads, as nodes of its graph.
+
+    of: the parts of each that is cut. added: all nodes that were put into the graph for them.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.of: dict[Node, tuple[Cut, ...]] = {}
+        self.added: list[Node] = []
+
+    def make(self, grown: Grown) -> None:
+        """Cuts what a region reads, in front of its last node."""
+        nodes, domain = grown.nodes, grown.domain
+        inside = set(nodes)
+        reads = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes)
+        with self.graph.inserting_before(nodes[-1]):
+            for x in reads:
+                if x not in inside and x in domain.dims and domain.joined_dim(x) is not None:
+                    self.of[x] = tuple(self.cuts(x, domain))
+
+    def take_out(self) -> None:
+        """Takes parts out of the graph that no region reads."""
+        for node in reversed(self.added):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def cuts(self, x: Node, domain: Domain) -> list[Cut]:
+        dim = domain.joined_dim(x)
+        assert dim is not None
+        dims = [domain.resolve(each) for each in domain.dims[x]]
+        place = dim
+        if not alone(x, domain):  # [heads 128] -> [heads, 128]
+            axes = dims[dim]
+            place += next(k for k, axis in enumerate(axes) if domain.is_joined(axis))
+            dims[dim : dim + 1] = [(axis,) for axis in axes]
+            x = self.unflattened(x, dim, [int(domain.extent(axis)) for axis in axes])
+        pieces = domain.pieces(*dims[place])
+        ends = accumulate((int(domain.extent_of(piece)) for piece in pieces), initial=0)
+        return [
+            Cut(self.add(aten.slice.Tensor, x, place, *ends), pieces_in(dims, place, piece))
+            for piece, ends in zip(pieces, pairwise(ends), strict=True)
+        ]
+
+    def unflattened(self, x: Node, dim: int, sizes: Sequence[int]) -> Node:
+        """A view that has several dimensions in place of one."""
+        value = x.meta["val"]
+        shape = [
+            size if isinstance(size, int) else self.add(aten.sym_size.int, x, k)
+            for k, size in enumerate(value.shape)
+        ]
+        return self.add(aten.view.default, x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
+
+    def add(self, target: Any, *args: Any) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = target(*map_arg(args, lambda arg: arg.meta["val"]))
+        self.added.append(node)
+        return node
+
+
+def alone(node: Node, domain: Domain) -> bool:
+    """Whether no other axes are in the dimension of a node that has pieces."""
+    dim = domain.joined_dim(node)
+    return dim is not None and len(domain.resolve(domain.dims[node][dim])) == 1
+
+
+def pieces_in(dims: Sequence[Axes], dim: int, piece: Axes) -> Dims:
+    """Dimensions with a piece in place of what it is of."""
+    return (*dims[:dim], piece, *dims[dim + 1 :])
+
+
+def pieces_of(value: Value, count: int) -> tuple[Arg, ...]:
+    """The values of so many pieces; the same for all where it has none."""
+    return value.values if isinstance(value, Pieces) else (value,) * count

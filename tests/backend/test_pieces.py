@@ -1,0 +1,270 @@
+"""Parts of a norm's result inside of its kernel: rotary embedding, gated units. Against float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normpass.backend.explain import record
+from normpass.backend.run.op import region_op
+from normpass.backend.run.reference import evaluate
+from normpass.passes.pipeline import Fused
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+HEADS, SIZE = 5, 48
+
+
+def rotated(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotated(x) * sin
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], x.shape[1], HEADS, SIZE)
+
+
+def rms_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Qwen 3 and Gemma 3 have it."""
+    return rope(F.rms_norm(heads(x), (SIZE,), w).transpose(1, 2), cos, sin)
+
+
+def layer_norm_rope_chunked(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = F.layer_norm(heads(x), (SIZE,), w, w.sin()).transpose(1, 2)
+    first, last = y.chunk(2, -1)
+    return y * cos + torch.cat([-last, first], -1) * sin
+
+
+def rope_norm(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return F.rms_norm(rope(heads(x), cos[:, None], sin[:, None]), (SIZE,), w)
+
+
+def in_thirds(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Cut in two ways, so that there are four pieces in all."""
+    y = F.layer_norm(heads(x), (SIZE,), w)
+    return torch.cat([y[..., 32:], y[..., :32]], -1) * cos[:, None] + y
+
+
+def gated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = F.layer_norm(heads(x), (SIZE,), w)
+    return y[..., :24] * F.gelu(y[..., 24:]) + cos[:, None, :24] * sin[:, None, 24:]
+
+
+def largest(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A largest and a smallest number of pieces, and a variance."""
+    y = rope(heads(x), cos[:, None], sin[:, None])
+    y = (y - y.amin(-1, keepdim=True)) / y.var(-1, keepdim=True).sqrt() * w
+    return rotated(y) + y.amax(-1, keepdim=True)
+
+
+def scattered(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = F.layer_norm(heads(x), (SIZE,), w)
+    y = torch.slice_scatter(y, y[..., :24] * cos[:, None, :24], -1, 24)
+    return y + rotated(y) * sin[:, None]
+
+
+CASES = [rms_rope, layer_norm_rope_chunked, rope_norm, gated, largest, scattered]
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers).to(dtype)
+
+    x, w = drawn(3, 7, HEADS * SIZE).requires_grad_(), drawn(SIZE).requires_grad_()
+    return [x, w, drawn(7, SIZE), drawn(7, SIZE)]
+
+
+def both(f: Callable[..., Tensor], args: Sequence[Tensor]) -> list[Tensor]:
+    """A result, and the gradients of what requires some."""
+    y = f(*args)
+    numbers = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(y.shape, generator=numbers).to(y.dtype)
+    return [y, *torch.autograd.grad(y, [x for x in args if x.requires_grad], cotangent)]
+
+
+def compiled(f: Callable[..., Tensor], args: Sequence[Tensor]) -> tuple[list[Tensor], list[Fused]]:
+    torch._dynamo.reset()
+    with record.listen() as decisions:
+        found = both(torch.compile(f, backend="normpass", options={"least_bytes": 0}), args)
+    assert all(isinstance(each, Fused) for each in decisions), decisions
+    return found, [each for each in decisions if isinstance(each, Fused)]
+
+
+def as_exact(found: Sequence[Tensor], f: Callable[..., Tensor], args: Sequence[Tensor]) -> None:
+    """At most twice as far from float64 as eager mode, but for a few roundings."""
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in args]
+    for each in zip(found, both(f, args), both(f, wide), strict=True):
+        one, eager, exact = (x.detach() for x in each)
+        assert (one.dtype, one.shape) == (eager.dtype, eager.shape)
+        few = 8 * torch.finfo(one.dtype).eps * float(exact.abs().max())
+        errors = [float((x.double() - exact).abs().max()) for x in (one, eager)]
+        assert errors[0] <= 2 * errors[1] + few
+
+
+def is_joined(fused: Fused) -> bool:
+    return "\njoined" in fused.text
+
+
+@pytest.mark.parametrize("f", CASES, ids=lambda f: f.__name__)
+def test_as_exact_as_eager_mode(f: Callable[..., Tensor]) -> None:
+    args = inputs(torch.float32)
+    found, fused = compiled(f, args)
+    as_exact(found, f, args)
+    assert len(fused) == 2, "a kernel for the forward and one for the backward"
+    # A gate's result is one piece. Of the last two, gradients of parts stay with Inductor.
+    assert is_joined(fused[0]) == (f is not gated)
+    assert is_joined(fused[1]) == (f not in (largest, scattered))
+
+
+@pytest.mark.parametrize("f", [rms_rope, in_thirds], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_types(f: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    args = inputs(dtype)
+    found, fused = compiled(f, args)
+    as_exact(found, f, args)
+    assert all(map(is_joined, fused))
+
+
+def test_any_number_of_rows() -> None:
+    """One graph for batches and sequences of other lengths, flattened heads included."""
+    compiler = torch.compile(rms_rope, backend="normpass", options={"least_bytes": 0}, dynamic=None)
+    torch._dynamo.reset()
+    with record.listen() as decisions:
+        for batch, length in ((3, 7), (2, 5), (4, 11)):
+            x, w, cos, sin = inputs(torch.float32)
+            x = torch.randn(batch, length, HEADS * SIZE, requires_grad=True)
+            cos, sin = torch.randn(length, SIZE), torch.randn(length, SIZE)
+            for tensor, dims in ((x, (0, 1)), (cos, (0,)), (sin, (0,))):
+                for dim in dims:
+                    torch._dynamo.mark_dynamic(tensor, dim)
+            as_exact(both(compiler, (x, w, cos, sin)), rms_rope, (x, w, cos, sin))
+    assert [is_joined(each) for each in decisions if isinstance(each, Fused)] == [True, True]
+
+
+def test_nan_goes_where_it_belongs() -> None:
+    x, w, cos, sin = inputs(torch.float32)
+    with torch.no_grad():
+        x[0, 0, 3] = float("nan")
+    found, _ = compiled(rms_rope, (x, w, cos, sin))
+    eager = rms_rope(x, w, cos, sin)
+    assert torch.equal(found[0].isnan(), eager.isnan())
+    assert bool(found[0].isnan().any())
+    assert not bool(found[0].isnan().all())
+
+
+# What fits in no piece, or is better as it was: name, function.
+WHOLE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a part leaves": lambda x, w: F.layer_norm(x, w.shape, w).chunk(2, -1),
+    "one part": lambda x, w: F.layer_norm(x, w.shape, w)[..., :24] * 2,
+    "longer than a row": lambda x, w: torch.cat([F.layer_norm(x, w.shape, w), x], -1),
+    "rows are cut": lambda x, w: torch.roll(F.layer_norm(x, w.shape, w), 3, 0) * 2,
+    "many pieces": lambda x, w: (lambda y: y + torch.cat([y[..., 1:], y[..., :1]], -1))(
+        F.layer_norm(x, w.shape, w)
+    ),
+    "steps": lambda x, w: (lambda y: y[..., ::2] * y[..., 1::2])(F.layer_norm(x, w.shape, w)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_stays_whole(name: str) -> None:
+    x, w = torch.randn(64, SIZE), torch.randn(SIZE)
+    torch._dynamo.reset()
+    with record.listen() as decisions:
+        found = torch.compile(WHOLE[name], backend="normpass", options={"least_bytes": 0})(x, w)
+    torch.testing.assert_close(found, WHOLE[name](x, w))
+    fused = [each for each in decisions if isinstance(each, Fused)]
+    assert len(fused) == 1
+    assert f"c={SIZE}" in fused[0].text
+
+
+def test_a_split_of_unknown_use_stays() -> None:
+    """Numbers of a split are slices; Inductor gets it as it was where it is not known how many."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = F.layer_norm(x, w.shape, w)
+        one, other, rest = y.split([16, 16, 16], -1)
+        return one * other + rest
+
+    x, w = torch.randn(64, SIZE), torch.randn(SIZE)
+    torch._dynamo.reset()
+    with record.listen() as decisions:
+        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
+    torch.testing.assert_close(found, f(x, w))
+    assert ["c=16" in each.text for each in decisions if isinstance(each, Fused)] == [True]
+
+
+JOINED = """
+region softmax_halves
+axes    r=? c=24
+input   x: f32[r c] (48, 1)
+input   y: f32[r c] (48, 1)
+a       = exp(x)
+b       = exp(y)
+both    = add(a, b)
+sum     = sum[c](both)
+one     = div(a, sum)
+two     = div(b, sum)
+output  y0: f32[r 1] = sum
+output  y1: f32[r c] (48, 1) = two
+output  y2: f32[r c] (48, 1) = one
+joined  y1 y2 [1]
+"""
+
+
+def exact_halves(x: Tensor) -> list[Tensor]:
+    y = torch.softmax(x.double(), -1)
+    return [x.double().exp().sum(-1, keepdim=True), torch.cat([y[:, 24:], y[:, :24]], -1)]
+
+
+@pytest.mark.parametrize("run", ["kernel", "reference", "shapes"])
+def test_one_tensor_of_two_outputs(run: str) -> None:
+    """The operator returns what is joined as one, however it is run."""
+    x = torch.randn(9, 48)
+    halves = [x[:, :24], x[:, 24:]]
+    if run == "shapes":
+        found = region_op([each.to("meta") for each in halves], [9], JOINED)
+        assert [(y.shape, y.stride()) for y in found] == [((9, 1), (1, 1)), ((9, 48), (48, 1))]
+        return
+    call = region_op if run == "kernel" else lambda *args: evaluate(parse(args[2]), *args[:2])
+    for one, exact in zip(call(halves, [9], JOINED), exact_halves(x), strict=True):
+        torch.testing.assert_close(one, exact.float())
+
+
+TRITON = """
+import sys
+import torch
+from normpass.backend.run import launch_triton
+x = torch.load(sys.argv[1])
+torch.save(launch_triton.kernel(sys.stdin.read(), (9,))([x[:, :24], x[:, 24:]], [9]), sys.argv[1])
+"""
+
+
+def test_in_triton(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    x, path = torch.randn(9, 48), tmp_path / "tensors"
+    torch.save(x, path)
+    subprocess.run(
+        [sys.executable, "-c", TRITON, str(path)],
+        input=JOINED,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=True,
+    )
+    for one, exact in zip(torch.load(path), exact_halves(x), strict=True):
+        torch.testing.assert_close(one, exact.float())
