@@ -190,7 +190,9 @@ OF_WINDOWS = ("strided", "without padding", "of several")
 
 
 @pytest.mark.parametrize("of_sound", [False, True], ids=["weights alone", "of the sound too"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sweep)], ids=str
+)
 @pytest.mark.parametrize("name", SOUNDS)
 def test_sound(name: str, dtype: torch.dtype, of_sound: bool) -> None:
     """Few channels are read: the gradient of the weight is a matrix product, its result's channels

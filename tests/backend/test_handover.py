@@ -119,7 +119,9 @@ class Convolutions(nn.Module):
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.sweep)]
+)
 def test_images(dtype: torch.dtype, inner: str, handed: list[int]) -> None:
     """Results lie as they do without a handover."""
     torch.manual_seed(0)

@@ -17,7 +17,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", [model.name for model in zoo_own.MODELS])
+# The slowest, which a minute is for.
+SLOW = {"convnext"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(model.name, marks=[pytest.mark.sweep] if model.name in SLOW else [])
+        for model in zoo_own.MODELS
+    ],
+)
 def test_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_snapshot(f"refused/{name}.txt", refusals.report(name, monkeypatch))
 
