@@ -35,10 +35,11 @@ class _Axis:
 
 
 class AxisTable:
-    """Axes that are split, cut and found to be the same as others."""
+    """Axes that are split, cut and found to be the same as others. has_pieces: whether any has."""
 
     def __init__(self) -> None:
         self.table: list[_Axis] = []
+        self.has_pieces = False
 
     def new(self, extent: sympy.Expr) -> Axes:
         """A fresh axis, or none for a dimension of size one."""
@@ -46,6 +47,7 @@ class AxisTable:
 
     def added(self, axis: _Axis) -> int:
         self.table.append(axis)
+        self.has_pieces = self.has_pieces or bool(axis.pieces)
         return len(self.table) - 1
 
     def extent(self, axis: int) -> sympy.Expr:

@@ -65,7 +65,7 @@ class Domain(AxisTable):
     def copy(self) -> Domain:
         other = Domain()
         other.table, other.dims = list(self.table), dict(self.dims)
-        other.resolved = self.resolved
+        other.has_pieces, other.resolved = self.has_pieces, self.resolved
         return other
 
     def axes(self, node: Node) -> Axes:
@@ -73,18 +73,19 @@ class Domain(AxisTable):
         return self.axes_of(self.dims[node])
 
     def axes_of(self, dims: Dims) -> Axes:
-        axes = self.resolved.get(dims)
-        if axes is None:
-            axes = tuple(dict.fromkeys(self.expanded(self.whole_axes_of(dims))))
-            self.resolved[dims] = axes
-        return axes
+        axes = self.whole_axes_of(dims)
+        return tuple(dict.fromkeys(self.expanded(axes))) if self.has_pieces else axes
 
     def whole_axes(self, node: Node) -> Axes:
         """All axes of a node's dimensions, in order."""
         return self.whole_axes_of(self.dims[node])
 
     def whole_axes_of(self, dims: Dims) -> Axes:
-        return tuple(axis for dim in dims for axis in self.resolve(dim))
+        axes = self.resolved.get(dims)
+        if axes is None:
+            axes = tuple(axis for dim in dims for axis in self.resolve(dim))
+            self.resolved[dims] = axes
+        return axes
 
     def every_axes(self) -> Iterator[Axes]:
         """The axes of each node; of nodes with the same dimensions once."""
@@ -178,10 +179,9 @@ class Domain(AxisTable):
         dimensions have pieces.
         """
         for axes in map(self.whole_axes_of, set(self.dims.values())):
-            joined = [axis for axis in axes if self.table[axis].pieces]
-            single = [axis for axis in axes if axis not in joined]
-            within = set(self.expanded(joined))
-            if len(set(single) - within) < len(single):
+            joined = [axis for axis in axes if self.is_joined(axis)] if self.has_pieces else []
+            every = [*set(self.expanded(joined)), *(axis for axis in axes if axis not in joined)]
+            if len(set(every)) < len(every):
                 raise NotExpressible(f"{self.one_along(axes)} runs along one axis twice")
             if len(joined) > 1:
                 raise NotExpressible(f"{self.one_along(axes)} has pieces in two dimensions")

@@ -73,15 +73,17 @@ def _rows_together(plan: Plan) -> Together | None:
     if plan.vector not in plan.local or len({loop.axis.name for loop in loops}) != 1:
         return None
     axis = loops[0].axis
-    if any(_is_crossed(loop, plan) for loop in loops) and axis.name not in plan.local:
-        return Together(axis.name, Jam(MOST_LANES))
     arrays = [
-        node.accumulator.axes
+        node.accumulator
         for loop in plan.body
         for node in walk(loop)
         if isinstance(node, Accumulate) and node.accumulator.axes
     ]
-    if any(axis.name in axes for axes in arrays):
+    if any(axis.name in plan.region.varies[each.op.name] - set(each.axes) for each in arrays):
+        return None  # each row has an array of its own, and there is one
+    if any(_is_crossed(loop, plan) for loop in loops) and axis.name not in plan.local:
+        return Together(axis.name, Jam(MOST_LANES))
+    if any(axis.name in each.axes for each in arrays):
         return None  # each is added to elements of its own, as a bias of every row
     if len(loops) == 1 and _may_go_abreast(plan, loops[0]):
         return Together(axis.name, Abreast())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from random_graphs import BATCH, ROWS, WIDTH, check, gradients, norm
 from torch.nn import functional as F
 from tracing import fuse, trace
 
@@ -26,25 +27,7 @@ if TYPE_CHECKING:
     from normpass.passes.lower import Lowered
     from normpass.passes.profit import Estimate
 
-BATCH, ROWS, WIDTH = 3, 4, 6
 STEPS = 9
-# Norms of nearly constant rows make rounding large; what is wrong is off by about 1.
-TOLERANCE = 1e-6
-
-
-def norm(x: Tensor, rng: random.Random) -> Tensor:
-    kind = rng.choice(["layer", "rms", "softmax", "log_softmax", "channels", "group"])
-    if kind == "layer":
-        return F.layer_norm(x, (WIDTH,))
-    if kind == "rms":
-        return x * x.square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    if kind == "softmax":
-        return x.softmax(rng.choice([-1, -2]))
-    if kind == "log_softmax":
-        return x.log_softmax(-1)
-    if kind == "channels":
-        return F.batch_norm(x, None, None, training=True)
-    return F.group_norm(x, 2)
 
 
 def pointwise(x: Tensor, y: Tensor, rng: random.Random) -> Tensor:
@@ -102,19 +85,6 @@ def program(seed: int) -> Callable[..., list[Tensor]]:
     return f
 
 
-def gradients(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    def f(*inputs: Tensor) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        outputs = function(*leaves)
-        ends = [y for y in outputs if y.requires_grad]
-        return [
-            *outputs,
-            *torch.autograd.grad([y.sin().sum() for y in ends], leaves, allow_unused=True),
-        ]
-
-    return f
-
-
 def case(seed: int) -> tuple[GraphModule, list[Tensor]]:
     """A graph and what to run it with."""
     function = program(seed)
@@ -127,11 +97,6 @@ def case(seed: int) -> tuple[GraphModule, list[Tensor]]:
     if seed % 3 == 0:
         inputs[1] = inputs[1].transpose(0, 1).contiguous().transpose(0, 1)
     return trace(function, *inputs), inputs
-
-
-def check(graph: GraphModule, inputs: list[Tensor], expected: list[Tensor]) -> None:
-    for found, right in zip(graph(*inputs), expected, strict=True):
-        torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

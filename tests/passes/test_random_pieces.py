@@ -1,0 +1,115 @@
+"""Random graphs that take rows apart and put them together again, fused or not: the same values."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from random_graphs import BATCH, ROWS, WIDTH, check, gradients, norm
+from torch.nn import functional as F
+from tracing import fuse, trace
+
+from normpass.backend.run.reference import evaluate
+from normpass.passes import pieces
+from normpass.passes.pipeline import Fused, fuse_graph
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+STEPS = 7
+
+
+def apart(x: Tensor, y: Tensor, rng: random.Random) -> Tensor:
+    """Of rows: parts exchanged, replaced, multiplied with each other."""
+    cut = rng.choice([2, 3, 4])
+    first, last = x[..., :cut], x[..., cut:]
+    if rng.random() < 0.3:
+        first, last = x.split([cut, WIDTH - cut], -1)
+    functions: list[Callable[[], Tensor]] = [
+        lambda: x * y.sin() + torch.cat([-last, first], -1) * y.cos(),
+        lambda: torch.cat([-x[..., 3:], x[..., :3]], -1) + y,
+        lambda: torch.cat([first * y[..., :cut], y[..., cut:]], -1),
+        lambda: torch.slice_scatter(x, y[..., :2].exp(), -1, cut, cut + 2),
+        lambda: torch.cat([x[..., :3] * F.gelu(x[..., 3:]), y[..., 3:]], -1),
+        lambda: x + first.mean(-1, keepdim=True) - last.amax(-1, keepdim=True),
+        lambda: torch.cat([x[..., 4:], x[..., :2], x[..., 2:4]], -1) * y,
+        lambda: torch.cat([last, first.softmax(-1)], -1),
+        lambda: torch.cat([x[:, 1:], x[:, :1]], 1) + y,
+        lambda: F.pad(first, (0, WIDTH - cut)) + y,
+        lambda: torch.cat([x, y], -1)[..., 3:9] + x,
+        lambda: torch.cat([first, last], -1).var(-1, keepdim=True) * y,
+    ]
+    return rng.choice(functions)()
+
+
+def program(seed: int) -> Callable[..., list[Tensor]]:
+    def f(*inputs: Tensor) -> list[Tensor]:
+        rng = random.Random(seed)
+        values = list(inputs)
+        for _ in range(STEPS):
+            x, y = rng.choice(values[-2:]), rng.choice(values)
+            made: Any = rng.choices([norm, apart, torch.mul, torch.add], [3, 5, 1, 1])[0]
+            value = norm(x, rng) if made is norm else None
+            value = apart(x, y, rng) if made is apart else value
+            values.append(made(x, y) if value is None else value)
+        values.append(norm(values[-1], rng))
+        return [values[-1], *rng.sample(values[2:-1], 2)]
+
+    return f
+
+
+def case(seed: int) -> tuple[GraphModule, list[Tensor]]:
+    """A graph and what to run it with."""
+    function = program(seed)
+    if seed % 2:
+        function = gradients(function)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [
+        torch.randn(BATCH, ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)
+    ]
+    if seed % 3 == 0:
+        inputs[1] = inputs[1].transpose(0, 2).contiguous().transpose(0, 2)
+    return trace(function, *inputs), inputs
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "LEAST_PIECE", 2)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(60), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(60, 4000))]
+)
+def test_the_same_values(seed: int) -> None:
+    graph, inputs = case(seed)
+    expected = graph(*inputs)
+    fuse_graph(
+        graph.graph,
+        lambda inputs, sizes, text: evaluate(parse(text), inputs, sizes),
+        least_bytes=0,
+    )
+    graph.graph.lint()
+    graph.recompile()
+    check(graph, inputs, expected)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(12, 400))]
+)
+def test_the_same_values_of_kernels(seed: int) -> None:
+    graph, inputs = case(seed)
+    expected = graph(*inputs)
+    fuse(graph)
+    check(graph, inputs, expected)
+
+
+def test_some_are_in_pieces() -> None:
+    """Else the tests above show nothing."""
+    made = [each for seed in range(0, 40, 4) for each in fuse(case(seed)[0])]
+    assert sum("\njoined" in each.text for each in made if isinstance(each, Fused)) >= 5
