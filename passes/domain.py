@@ -255,11 +255,14 @@ class Domain(AxisTable):
         """The dimension along which a node has others side by side, and these in order, with the
         pieces that it has of each.
         """
+        arguments: Any = node.args
         if node.target is torch.ops.aten.slice_scatter.default:
-            base, source, *_ = node.all_input_nodes
+            base, source = arguments[:2]
             dim, first, last = self.cut_out(base, node)
             return dim, [(base, slice(first)), (source, slice(None)), (base, slice(last, None))]
-        tensors: Any = node.args[0]
+        tensors = arguments[0]
+        if len({len(self.dims[each]) for each in tensors}) > 1:  # one of them is empty
+            raise NotExpressible(f"{node.name} joins tensors of several dimensions")
         dim = argument(node, "dim", 0) % len(self.dims[tensors[0]])
         return dim, [(each, slice(None)) for each in tensors]
 

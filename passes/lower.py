@@ -15,7 +15,7 @@ from normpass.passes.buffers import Buffers
 from normpass.passes.domain import extent_of
 from normpass.passes.escapes import outputs_of
 from normpass.passes.one_hot import INTEGERS, are_positions, holds_integers, is_iota
-from normpass.passes.pieces import Cut, Pieces, alone, pieces_in, pieces_of
+from normpass.passes.pieces import Cut, Pieces, joined_axes, pieces_in, pieces_of
 from normpass.passes.region import Arg, Axis, Buffer, Join, Output, Region, verify
 from normpass.passes.value_names import with_names
 from normpass.passes.values import NotLowered, Values
@@ -272,7 +272,7 @@ class _Lowering:
                     node, self.values.value(node), self.buffers.buffer(f"y{k}", tensor, dims)
                 )
             ]
-        if not alone(node, self.domain):
+        if len(joined_axes(node, self.domain)) > 1:
             raise NotLowered(f"{node.name} has other axes in the dimension of its pieces", node)
         pieces = self.domain.pieces_of(node)
         values = pieces_of(self.values.of[node], len(pieces))  # type: ignore[arg-type]

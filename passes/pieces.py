@@ -111,6 +111,7 @@ def fits(grown: Grown) -> bool:
         most == max(len(domain.pieces_of(node)) for node in reduced) <= MOST_PIECES
         and all(map(local.issuperset, pieces))
         and all(domain.extent_of(piece) >= LEAST_PIECE for piece in pieces)
+        and all(domain.extent_of(joined_axes(x, domain)).is_Integer for x in domain.dims)
     )
 
 
@@ -146,8 +147,8 @@ class Cuts:
         assert dim is not None
         dims = [domain.resolve(each) for each in domain.dims[x]]
         place = dim
-        if not alone(x, domain):  # [heads 128] -> [heads, 128]
-            axes = dims[dim]
+        axes = joined_axes(x, domain)
+        if len(axes) > 1:  # [heads 128] -> [heads, 128]
             place += next(k for k, axis in enumerate(axes) if domain.is_joined(axis))
             dims[dim : dim + 1] = [(axis,) for axis in axes]
             x = self.unflattened(x, dim, [int(domain.extent(axis)) for axis in axes])
@@ -174,10 +175,10 @@ class Cuts:
         return node
 
 
-def alone(node: Node, domain: Domain) -> bool:
-    """Whether no other axes are in the dimension of a node that has pieces."""
+def joined_axes(node: Node, domain: Domain) -> Axes:
+    """The axes in the dimension of a node that has pieces; none of most."""
     dim = domain.joined_dim(node)
-    return dim is not None and len(domain.resolve(domain.dims[node][dim])) == 1
+    return () if dim is None else domain.resolve(domain.dims[node][dim])
 
 
 def pieces_in(dims: Sequence[Axes], dim: int, piece: Axes) -> Dims:
