@@ -261,8 +261,6 @@ class Domain(AxisTable):
             dim, first, last = self.cut_out(base, node)
             return dim, [(base, slice(first)), (source, slice(None)), (base, slice(last, None))]
         tensors = arguments[0]
-        if len({len(self.dims[each]) for each in tensors}) > 1:  # one of them is empty
-            raise NotExpressible(f"{node.name} joins tensors of several dimensions")
         dim = argument(node, "dim", 0) % len(self.dims[tensors[0]])
         return dim, [(each, slice(None)) for each in tensors]
 

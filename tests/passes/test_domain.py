@@ -146,10 +146,6 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a slice of one": (lambda x: x[:, 1:] * 2, "a piece has one element"),
     "a slice with steps": (lambda x: x[:, ::2] * 2, "no part of known size"),
     "parts of two dimensions": (lambda x: x[:4, :2] * 2, "pieces in two dimensions"),
-    "a cat with an empty tensor": (
-        lambda x: torch.cat([x.new_empty(0), x * 2], -1),
-        "joins tensors of several dimensions",
-    ),
     "a part of a product": (lambda x: x.view(24, 10)[5:] + x[0, 0], "a product of axes is cut"),
     "extents that do not divide": (lambda x: x.view(24, 10).view(16, 15), "where 16 fit"),
     "a chain of views": (
