@@ -20,7 +20,8 @@ from torch.fx import Node
 
 from normpass.passes.axis_table import AxisTable, NotExpressible, divides
 from normpass.passes.numbers import express
-from normpass.passes.vocabulary import Kind, argument, kind_of, part_of, reduced_dims
+from normpass.passes.parts import part_of
+from normpass.passes.vocabulary import Kind, argument, kind_of, reduced_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -158,16 +159,20 @@ class Domain(AxisTable):
         elif kind is Kind.JOIN:
             dims = self.join(node)
         elif kind is Kind.ITEM:
-            source = node.all_input_nodes[0]
-            if source not in self.dims:
-                raise NotExpressible(f"{source.name}, whose result it is, stands outside")
-            dims = self.dims[source]
+            dims = self.dims[self.source(node)]
         else:
             raise NotExpressible(f"{node.target} is neither pointwise, reduction nor view")
         if node in self.dims:
             dims = tuple(self.unify(a, b) for a, b in zip(dims, self.dims[node], strict=True))
         self.dims[node] = dims
         self.check()
+
+    def source(self, node: Node) -> Node:
+        """What a node is one result or a part of."""
+        source = node.all_input_nodes[0]
+        if source not in self.dims:
+            raise NotExpressible(f"{source.name}, whose result it is, stands outside")
+        return source
 
     def place(self, node: Node) -> None:
         """Gives a tensor from outside axes of its own, unless it has some."""
@@ -230,7 +235,7 @@ class Domain(AxisTable):
 
     def part(self, node: Node) -> Dims:
         """Dimensions of a part of a tensor, which cuts that."""
-        source = node.all_input_nodes[0]
+        source = self.source(node)
         dim, first, last = self.cut_out(source, node)
         dims = list(self.dims[source])
         dims[dim] = self.joined(self.side_by_side(dims[dim])[first:last])

@@ -24,7 +24,6 @@ use_two_step_variance).
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import prod
@@ -314,7 +313,7 @@ def _is_reused(node: Node) -> bool:
 
 
 def _is_second_result(node: Node) -> bool:
-    return node.target is operator.getitem and node.args[1:] == (1,)
+    return kind_of(node) is Kind.ITEM and node.args[1:] == (1,)
 
 
 def function_of(node: Node) -> str:

@@ -1,5 +1,5 @@
-"""From graph nodes and their domain to a region: views disappear, and what the nodes compute is
-written as the region's ops (writer.py).
+"""From graph nodes and their domain to a region: what it reads and writes here, and what the nodes
+compute in values.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from normpass.passes.buffers import Buffers
 from normpass.passes.domain import extent_of
 from normpass.passes.escapes import outputs_of
 from normpass.passes.one_hot import INTEGERS, are_positions, holds_integers, is_iota
-from normpass.passes.pieces import Cut, Pieces, joined_axes, pieces_in, pieces_of
+from normpass.passes.pieces import Cut, Pieces, joined_axes, pieces_in, values_of
 from normpass.passes.region import Arg, Axis, Buffer, Join, Output, Region, verify
 from normpass.passes.value_names import with_names
 from normpass.passes.values import NotLowered, Values
@@ -267,15 +267,12 @@ class _Lowering:
         self.check_type(node)
         tensor, dims, dim = node.meta["val"], self.domain.dims[node], self.domain.joined_dim(node)
         if dim is None:
-            return [
-                self.written(
-                    node, self.values.value(node), self.buffers.buffer(f"y{k}", tensor, dims)
-                )
-            ]
+            buffer = self.buffers.buffer(f"y{k}", tensor, dims)
+            return [self.written(node, self.values.value(node), buffer)]
         if len(joined_axes(node, self.domain)) > 1:
             raise NotLowered(f"{node.name} has other axes in the dimension of its pieces", node)
         pieces = self.domain.pieces_of(node)
-        values = pieces_of(self.values.of[node], len(pieces))  # type: ignore[arg-type]
+        values = values_of(self.values.of[node], len(pieces))  # type: ignore[arg-type]
         buffers = [
             self.buffers.piece(f"y{k + n}", tensor, pieces_in(dims, dim, piece))
             for n, piece in enumerate(pieces)

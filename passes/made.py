@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from normpass.passes.vocabulary import IDENTITY, VIEWS, Kind, kind_of, without_views
+from normpass.passes.vocabulary import CUTS, IDENTITY, JOINS, VIEWS, Kind, kind_of, without_views
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 # Parts of a tensor are read where they lie, and a joined one is computed where it will lie. So is a
 # padded one, but that is for a convolution: MobileNets were measured with those norms fused.
-PARTS = frozenset(
-    {
-        *(aten.slice.Tensor, aten.select.int, aten.unbind.int),
-        *(aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
-    }
-)
-JOINS = frozenset({aten.cat.default})
+PARTS = CUTS | {aten.select.int, aten.unbind.int, operator.getitem}
 
 
 class Sources(NamedTuple):

@@ -14,7 +14,6 @@ which are views, and writes its results in parts of one tensor (`joined` in regi
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from normpass.passes.axis_names import locally_reduced
 from normpass.passes.axis_table import NotExpressible
 from normpass.passes.escapes import outputs_of
 from normpass.passes.region import Arg
-from normpass.passes.vocabulary import Kind, argument, kind_of
+from normpass.passes.vocabulary import SPLITS, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,11 +38,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Splits, and what their second argument is called.
-SPLITS: dict[Any, str] = {
-    aten.split.Tensor: "split_size",
-    aten.split_with_sizes.default: "split_sizes",
-}
 # A piece of fewer neighbours would leave lanes over, and more pieces registers.
 LEAST_PIECE = 16
 MOST_PIECES = 4
@@ -67,38 +61,16 @@ class Cut:
     dims: Dims
 
 
-def split_into_slices(graph: Graph) -> None:
-    """Puts slices in place of splits, which is what Inductor makes of them."""
-    for split in [node for node in graph.nodes if node.target in SPLITS]:
-        x, sizes = split.all_input_nodes[0], argument(split, SPLITS[split.target], None)
-        length = x.meta["val"].shape[argument(split, "dim", 0)]
-        if isinstance(sizes, int) and isinstance(length, int):
-            sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-        items = [user for user in split.users if user.target is operator.getitem]
-        is_known = isinstance(sizes, list | tuple) and all(isinstance(n, int) for n in sizes)
-        if not is_known or len(items) < len(split.users):
-            continue
-        ends = [0, *accumulate(sizes)]
-        for item in items:
-            k: Any = item.args[1]
-            with graph.inserting_before(item):
-                bounds = (argument(split, "dim", 0), ends[k], ends[k + 1])
-                part = graph.call_function(aten.slice.Tensor, (x, *bounds))
-            part.meta = {**item.meta}
-            item.replace_all_uses_with(part)
-            graph.erase_node(item)
-        graph.erase_node(split)
-
-
 def fits(grown: Grown) -> bool:
     """Whether a region has parts that meet, and is better computed in a few equal pieces: what they
     are cut of are rows, so that no loop is doubled; none leaves it, which would be a view outside;
     and nothing is longer than a row, which would only be copied there.
     """
     nodes, domain = grown.nodes, grown.domain
-    if sum(kind_of(node) is Kind.PART for node in nodes) < 2:
-        return False
-    if any(kind_of(node) is Kind.PART for node in outputs_of(nodes)):
+    splits = [node for node in nodes if node.target in SPLITS]
+    parts = [node for node in nodes if kind_of(node) is Kind.PART and node not in splits]
+    leaving = {user for split in splits for user in split.users}.difference(nodes)
+    if len(parts) < 2 or leaving or not set(parts).isdisjoint(outputs_of(nodes)):
         return False
     try:
         most = domain.in_equal_pieces()
@@ -186,6 +158,6 @@ def pieces_in(dims: Sequence[Axes], dim: int, piece: Axes) -> Dims:
     return (*dims[:dim], piece, *dims[dim + 1 :])
 
 
-def pieces_of(value: Value, count: int) -> tuple[Arg, ...]:
+def values_of(value: Value, count: int) -> tuple[Arg, ...]:
     """The values of so many pieces; the same for all where it has none."""
     return value.values if isinstance(value, Pieces) else (value,) * count

@@ -1,6 +1,6 @@
 """The order of passes: the only place where it exists.
 
-    graph without no-ops and splits -> grow -> copy what is better computed inside -> leave outside
+    graph without no-ops -> grow -> copy what is better computed inside -> leave outside
     what is better computed once -> cut what is read in pieces -> lower -> judge -> put, one region
     at a time, in pieces first; what is refused is grown again without what is at fault
 
@@ -23,7 +23,7 @@ from normpass.passes.hoist import left_outside
 from normpass.passes.inductor_work import theirs
 from normpass.passes.lower import Lowered, lower
 from normpass.passes.noops import remove_noops
-from normpass.passes.pieces import Cut, Cuts, fits, split_into_slices
+from normpass.passes.pieces import Cut, Cuts, fits
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, overwritten, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
@@ -114,7 +114,6 @@ PLANNING = "planning the kernel"
 def _fuse_all(graph: Graph, judge: Judge, decisions: list[Decision]) -> None:
     """Grows and judges one region after the other; adds to `decisions`."""
     remove_noops(graph)
-    split_into_slices(graph)
     search = Search(graph, judge)
     try:
         search.run()

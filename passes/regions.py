@@ -19,7 +19,15 @@ from normpass.passes.axis_table import NotExpressible
 from normpass.passes.domain import Domain
 from normpass.passes.one_hot import holds_integers, is_one_hot
 from normpass.passes.sizes import hint
-from normpass.passes.vocabulary import DTYPES, IDENTITY, PIECEWISE, RANDOM, Kind, kind_of
+from normpass.passes.vocabulary import (
+    DTYPES,
+    IDENTITY,
+    PIECEWISE,
+    RANDOM,
+    SPLITS,
+    Kind,
+    kind_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -203,8 +211,10 @@ class Grower:
         self, candidate: Node, members: set[Node], domain: Domain, whole: tuple[int, ...]
     ) -> tuple[set[Node], Domain] | None:
         """The region with a candidate, and what lies between, or None."""
-        between = self.reach.between([*members, candidate])
-        added = {candidate}
+        # A result of a split comes with the split.
+        added = {candidate, *(x for x in candidate.all_input_nodes if x.target in SPLITS)}
+        added -= members
+        between = self.reach.between([*members, *added])
         while between:
             low = between & -between
             added.add(self.by_position[low.bit_length() - 1])

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from normpass.passes.axis_table import NotExpressible
-from normpass.passes.pieces import Pieces, Value, pieces_of
+from normpass.passes.pieces import Pieces, Value, values_of
 from normpass.passes.vocabulary import (
     ADDITIONS,
     COMPOSED,
@@ -143,7 +143,7 @@ class Values:
         found: list[Arg] = []
         for x, some in sides:
             value, dims = self.of[x], self.domain.dims[x]
-            every = pieces_of(value, len(self.domain.side_by_side(dims[dim])))  # type: ignore[arg-type]
+            every = values_of(value, len(self.domain.side_by_side(dims[dim])))  # type: ignore[arg-type]
             found += every[some]
         return Pieces(tuple(found))
 

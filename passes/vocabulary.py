@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch._inductor import inductor_prims
@@ -26,7 +26,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 class Kind(Enum):
     """What a node is to a region. ITEM picks one result of a reduction that has several. PART is of
-    a tensor, along one dimension; JOIN puts tensors side by side, or one in place of a part.
+    a tensor, along one dimension, or a split in such; JOIN puts tensors side by side, or one in
+    place of a part.
     """
 
     POINTWISE = auto()
@@ -211,7 +212,12 @@ VIEWS = frozenset(
     }
 )
 
-CUTS = frozenset({aten.slice.Tensor})
+# Splits, and what their second argument is called. Each result is a part.
+SPLITS: dict[Any, str] = {
+    aten.split.Tensor: "split_size",
+    aten.split_with_sizes.default: "split_sizes",
+}
+CUTS = frozenset({aten.slice.Tensor, *SPLITS})
 JOINS = frozenset({aten.cat.default, aten.slice_scatter.default})
 
 REDUCTIONS: dict[Any, str] = {
@@ -270,7 +276,8 @@ def kind_of(node: Node) -> Kind:
         return Kind.JOIN
     source = node.args[0] if node.args else None
     if target is operator.getitem and isinstance(source, Node):
-        return Kind.ITEM if kind_of(source) is Kind.REDUCTION else Kind.OTHER
+        of = {Kind.REDUCTION: Kind.ITEM, Kind.PART: Kind.PART}
+        return of.get(kind_of(source), Kind.OTHER)
     return Kind.OTHER
 
 
@@ -289,28 +296,6 @@ def reduced_dims(node: Node) -> tuple[frozenset[int], bool]:
         dims = list(range(rank))
     dims = [dims] if isinstance(dims, int) else dims
     return frozenset(d % rank for d in dims), bool(argument(node, "keepdim", False))
-
-
-class Part(NamedTuple):
-    """Neighbouring elements along a dimension, from one to before another."""
-
-    dim: int
-    start: int
-    stop: int
-
-
-def part_of(node: Node) -> Part | None:
-    """What a slice takes, or a slice's scatter replaces; None for steps, and for what is empty or
-    of a size that is only known at run time.
-    """
-    shape = node.all_input_nodes[0].meta["val"].shape
-    dim = argument(node, "dim", 0) % len(shape)
-    start, stop = argument(node, "start", None), argument(node, "end", None)
-    numbers = shape[dim], *(number for number in (start, stop) if number is not None)
-    if argument(node, "step", 1) != 1 or not all(isinstance(x, int) for x in numbers):
-        return None
-    start, stop, _ = slice(start, stop).indices(shape[dim])
-    return Part(dim, start, stop) if start < stop else None
 
 
 def step_of_sum(node: Node, inside: Container[Node]) -> bool:

@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from normpass.passes.numbers import Call, Count
-from normpass.passes.pieces import Pieces, Value, pieces_of
+from normpass.passes.pieces import Pieces, Value, values_of
 from normpass.passes.region import Arg, Op, format_arg
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class OpWriter:
         place = axes.index(joined)
         return [
             (each, (*axes[:place], *piece, *axes[place + 1 :]))
-            for each, piece in zip(pieces_of(value, len(pieces)), pieces, strict=True)
+            for each, piece in zip(values_of(value, len(pieces)), pieces, strict=True)
         ]
 
     def is_constant(self, value: Value, axes: Axes) -> bool:

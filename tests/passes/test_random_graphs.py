@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from random_graphs import BATCH, ROWS, WIDTH, check, gradients, norm
+from random_graphs import BATCH, ROWS, WIDTH, case, check, evaluated, norm
 from torch.nn import functional as F
-from tracing import fuse, trace
+from tracing import fuse
 
-from normpass.backend.run.reference import evaluate
 from normpass.passes import pipeline
-from normpass.passes.pipeline import Fused, fuse_graph
-from normpass.passes.region_text import parse
+from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.fx import GraphModule
 
     from normpass.passes.lower import Lowered
     from normpass.passes.profit import Estimate
@@ -85,25 +82,11 @@ def program(seed: int) -> Callable[..., list[Tensor]]:
     return f
 
 
-def case(seed: int) -> tuple[GraphModule, list[Tensor]]:
-    """A graph and what to run it with."""
-    function = program(seed)
-    if seed % 2:
-        function = gradients(function)
-    generator = torch.Generator().manual_seed(seed)
-    inputs = [
-        torch.randn(BATCH, ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)
-    ]
-    if seed % 3 == 0:
-        inputs[1] = inputs[1].transpose(0, 1).contiguous().transpose(0, 1)
-    return trace(function, *inputs), inputs
-
-
 @pytest.mark.parametrize(
     "seed", [*range(24), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(24, 2000))]
 )
 def test_fused_graphs_compute_the_same(seed: int) -> None:
-    graph, inputs = case(seed)
+    graph, inputs = case(program, seed, (0, 1))
     expected = graph(*inputs)
     decisions = fuse(graph)
     assert any(isinstance(decision, Fused) for decision in decisions) or seed >= 40
@@ -123,17 +106,5 @@ def test_so_do_those_whose_regions_are_refused(seed: int, monkeypatch: pytest.Mo
         return "written" if cost.written else weighed(lowered, cost, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "refusal", refusal)
-    graph, inputs = case(seed)
-    before, expected = str(graph.graph), graph(*inputs)
-    decisions = fuse_graph(
-        graph.graph,
-        lambda inputs, sizes, text: evaluate(parse(text), inputs, sizes),
-        least_bytes=0,
-        missing=lambda lowered: "no kernel" if rng.random() < 0.4 else None,
-    )
-    graph.graph.lint()
-    assert not graph.graph.eliminate_dead_code()
-    if not any(isinstance(decision, Fused) for decision in decisions):
-        assert str(graph.graph) == before
-    graph.recompile()
-    check(graph, inputs, expected)
+    graph, inputs = case(program, seed, (0, 1))
+    evaluated(graph, inputs, missing=lambda lowered: "no kernel" if rng.random() < 0.4 else None)

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from random_graphs import BATCH, ROWS, WIDTH, check, gradients, norm
+from random_graphs import WIDTH, case, check, evaluated, norm
 from torch.nn import functional as F
-from tracing import fuse, trace
+from tracing import fuse
 
-from normpass.backend.run.reference import evaluate
 from normpass.passes import pieces
-from normpass.passes.pipeline import Fused, fuse_graph
-from normpass.passes.region_text import parse
+from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.fx import GraphModule
+
+    from normpass.passes.lower import Lowered
 
 STEPS = 7
 
@@ -64,20 +63,6 @@ def program(seed: int) -> Callable[..., list[Tensor]]:
     return f
 
 
-def case(seed: int) -> tuple[GraphModule, list[Tensor]]:
-    """A graph and what to run it with."""
-    function = program(seed)
-    if seed % 2:
-        function = gradients(function)
-    generator = torch.Generator().manual_seed(seed)
-    inputs = [
-        torch.randn(BATCH, ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)
-    ]
-    if seed % 3 == 0:
-        inputs[1] = inputs[1].transpose(0, 2).contiguous().transpose(0, 2)
-    return trace(function, *inputs), inputs
-
-
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "LEAST_PIECE", 2)
@@ -87,23 +72,28 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     "seed", [*range(60), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(60, 4000))]
 )
 def test_the_same_values(seed: int) -> None:
-    graph, inputs = case(seed)
-    expected = graph(*inputs)
-    fuse_graph(
-        graph.graph,
-        lambda inputs, sizes, text: evaluate(parse(text), inputs, sizes),
-        least_bytes=0,
-    )
-    graph.graph.lint()
-    graph.recompile()
-    check(graph, inputs, expected)
+    evaluated(*case(program, seed, (0, 2)))
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(20, 2000))]
+)
+def test_so_do_those_whose_regions_are_refused(seed: int) -> None:
+    """At random, or all in pieces: nothing is left of their parts in the graph."""
+    rng = random.Random(seed)
+
+    def missing(lowered: Lowered) -> str | None:
+        refused = rng.random() < 0.4 if seed % 4 else bool(lowered.parts)
+        return "no kernel" if refused else None
+
+    evaluated(*case(program, seed, (0, 2)), missing=missing)
 
 
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(12, 400))]
 )
 def test_the_same_values_of_kernels(seed: int) -> None:
-    graph, inputs = case(seed)
+    graph, inputs = case(program, seed, (0, 2))
     expected = graph(*inputs)
     fuse(graph)
     check(graph, inputs, expected)
@@ -111,5 +101,5 @@ def test_the_same_values_of_kernels(seed: int) -> None:
 
 def test_some_are_in_pieces() -> None:
     """Else the tests above show nothing."""
-    made = [each for seed in range(0, 40, 4) for each in fuse(case(seed)[0])]
+    made = [each for seed in range(0, 40, 4) for each in fuse(case(program, seed, (0, 2))[0])]
     assert sum("\njoined" in each.text for each in made if isinstance(each, Fused)) >= 5
