@@ -21,6 +21,10 @@ aten = torch.ops.aten
 PARTS = CUTS | {aten.select.int, aten.unbind.int, operator.getitem}
 
 
+# What reads no elements.
+SIZES = frozenset({aten.sym_size.int, aten.sym_stride.int})
+
+
 class Sources(NamedTuple):
     """What a value is made of: the tensors in memory, and what is computed of them."""
 
@@ -77,7 +81,8 @@ def _above(users: list[Node], node: Node, inside: Container[Node]) -> set[Node]:
 def _reads_in_a_loop(user: Node, inside: Container[Node]) -> bool:
     if user.target in VIEWS:
         return all(_reads_in_a_loop(each, inside) for each in user.users)
-    return user in inside or is_loop(user) or kind_of(user) is Kind.REDUCTION
+    in_a_loop = user in inside or is_loop(user) or kind_of(user) is Kind.REDUCTION
+    return in_a_loop or user.target in SIZES
 
 
 def is_loop(node: Node) -> bool:

@@ -22,7 +22,13 @@ from normpass.backend.codegen import triton as generator
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
-from normpass.backend.run.layouts import Layout, outputs_in, pieces, relaid_out
+from normpass.backend.run.layouts import (
+    Layout,
+    outputs_in,
+    pieces,
+    reads_what_is_not_there,
+    relaid_out,
+)
 from normpass.backend.run.reference import evaluate
 from normpass.backend.run.toolchain import cache_dir
 from normpass.passes.region_text import parse
@@ -63,7 +69,7 @@ class TritonKernel:
         region, extents = self.region, self.region.extents(sizes)
         planned = [Layout.of(region, buffer, extents) for buffer in region.inputs]
         inputs = relaid_out(region, inputs, planned)
-        if self._failed:
+        if self._failed or reads_what_is_not_there(region, extents):
             return evaluate(region, inputs, sizes)
         device = inputs[0].device
         results = [Layout.of_result(region, each, extents).empty(device) for each in region.results]

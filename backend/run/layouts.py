@@ -40,6 +40,16 @@ class Layout(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
+def reads_what_is_not_there(region: Region, extents: Mapping[str, int]) -> bool:
+    """Whether a tensor has no elements and a kernel would read some: it repeats them along an axis
+    that is empty, and a kernel reads them once, in front of the loop.
+    """
+    return any(
+        0 in region.shape(buffer, extents) and all(extents[axis] for axis in buffer.axes)
+        for buffer in region.inputs
+    )
+
+
 class Piece(NamedTuple):
     """Where an output lies: in which result, and from which of its elements on."""
 

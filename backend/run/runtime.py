@@ -33,6 +33,7 @@ from normpass.backend.run.layouts import (
     lie_as_planned,
     outputs_in,
     pieces,
+    reads_what_is_not_there,
     relaid_out,
 )
 from normpass.backend.run.reference import evaluate
@@ -130,8 +131,12 @@ class Kernel:
         return launch(inputs)
 
     def launch(self, sizes: tuple[int, ...]) -> Launch | None:
-        """All of a launch but the tensors; None where the kernel could not be built."""
+        """All of a launch but the tensors; None where the kernel could not be built, or would read
+        what is not there.
+        """
         launch = self._launches.get(sizes)
+        if launch is None and reads_what_is_not_there(self.region, self.region.extents(sizes)):
+            return None
         if launch is None and (function := self._function or self._load()):
             launch = self._launches[sizes] = self._prepare(function, sizes)
         return launch

@@ -152,3 +152,24 @@ output  y: f64[r] = add"""
     x = torch.randn(5, dtype=torch.float64)
     (found,) = reference.evaluate(region, [x], [5])
     assert torch.equal(found, x + 0.3)
+
+
+SPREAD = """\
+region spread
+axes    r=? c=19
+input   x: f32[r c]
+input   e: f32[r c] (0, 0)
+mul     = mul(x, e)
+sum     = sum[r](mul)
+output  y0: f32[r c] = mul
+output  y1: f32[c] = sum"""
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_one_element_for_all_of_none(rows: int) -> None:
+    """A kernel reads it in front of its loops; of no rows there is none, and no memory."""
+    x, e = torch.randn(rows, 19), torch.randn(rows, 1)[:1].expand(rows, 19)
+    e = e.as_strided((rows, 19), (0, 0))
+    found = region_op([x, e], [rows], SPREAD)
+    for one, exact in zip(found, [x * e, (x * e).sum(0)], strict=True):
+        torch.testing.assert_close(one, exact)

@@ -193,12 +193,9 @@ def test_what_stays_whole(name: str) -> None:
     assert f"c={SIZE}" in fused[0].text
 
 
-def test_a_split_of_unknown_use_stays() -> None:
-    """Numbers of a split are slices; Inductor gets it as it was where it is not known how many."""
-
+def test_every_part_of_a_split() -> None:
     def f(x: Tensor, w: Tensor) -> Tensor:
-        y = F.layer_norm(x, w.shape, w)
-        one, other, rest = y.split([16, 16, 16], -1)
+        one, other, rest = F.layer_norm(x, w.shape, w).split([16, 16, 16], -1)
         return one * other + rest
 
     x, w = torch.randn(64, SIZE), torch.randn(SIZE)
@@ -207,6 +204,28 @@ def test_a_split_of_unknown_use_stays() -> None:
         found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
     torch.testing.assert_close(found, f(x, w))
     assert ["c=16" in each.text for each in decisions if isinstance(each, Fused)] == [True]
+
+
+@pytest.mark.parametrize("f", [rms_rope, layer_norm_rope_chunked], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("batch", [0, 1])
+def test_few_rows(f: Callable[..., Tensor], batch: int) -> None:
+    args = inputs(torch.float32)
+    args[0] = args[0].detach()[:batch].requires_grad_()
+    found, fused = compiled(f, args)
+    for one, eager in zip(found, both(f, args), strict=True):
+        torch.testing.assert_close(one, eager)
+    assert all(map(is_joined, fused))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_than_caches_hold(dtype: torch.dtype) -> None:
+    """Written around the caches, where parts begin at addresses that no line of memory does."""
+    args = inputs(dtype)
+    args[0] = torch.randn(500, 60, HEADS * SIZE).to(dtype).requires_grad_()
+    args[2:] = [torch.randn(60, SIZE).to(dtype) for _ in range(2)]
+    found, fused = compiled(rms_rope, args)
+    as_exact(found, rms_rope, args)
+    assert all(map(is_joined, fused))
 
 
 JOINED = """

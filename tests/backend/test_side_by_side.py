@@ -52,6 +52,36 @@ def test_a_line_is_read_for_all_rows_in_it() -> None:
     assert "gather" not in text
 
 
+SUMS_OF_EACH_ROW = """\
+region rows_of_sums
+axes    r=48 c=4 d=33
+input   x: {dtype}[r c d] (1, 48, 192)
+input   y: {dtype}[r c d]
+sum     = sum[d](x)
+sub     = sub(x, sum)
+mul     = mul(sub, y)
+all     = sum[c d](mul)
+z       = mul(mul, all)
+output  z: {dtype}[r c d] = z
+"""
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+def test_rows_with_an_array_of_sums_each_go_one_by_one(dtype: str) -> None:
+    """There is one array. Several rows in it did not compile, and the region ran unfused."""
+    text = SUMS_OF_EACH_ROW.format(dtype=dtype)
+    plan = make_plan(parse(text))
+    assert plan.together is None
+    assert "array   sum[c]" in listing(plan)
+    x = torch.randn(33, 4, 48, dtype=KINDS[dtype]).permute(2, 1, 0)
+    y = torch.randn(48, 4, 33, dtype=KINDS[dtype])
+    (found,) = launched(text, [x, y], workers=2)
+    exact = (x.double() - x.double().sum(-1, keepdim=True)) * y.double()
+    exact = exact * exact.sum((1, 2), keepdim=True)
+    few = 64 * torch.finfo(KINDS[dtype]).eps * float(exact.abs().max())
+    assert float((found.double() - exact).abs().max()) <= few
+
+
 INSTANCE_BACKWARD = """\
 region instance_norm_backward
 axes    n=3 c={c} s={s}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normpass.backend import entry
 from normpass.backend.explain import record
-from normpass.passes.made import only_used_beside
+from normpass.passes.made import only_computed_for, only_used_beside
 from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:
@@ -113,3 +113,19 @@ def test_a_reader_of_many_loops() -> None:
     assert not only_used_beside(y, {y})  # the other reader waits for a product
     graph.erase_node(other)
     assert only_used_beside(y, {y})
+
+
+def test_a_reader_of_sizes_reads_no_elements() -> None:
+    """A graph with sizes that are known at run time asks a pointwise value for its own."""
+    graph = torch.fx.Graph()
+    x, value = graph.placeholder("x"), torch.empty(8)
+    made = graph.call_function(torch.ops.aten.neg.default, (x,))
+    length = graph.call_function(torch.ops.aten.sym_size.int, (made, 0))
+    read = graph.call_function(torch.ops.aten.exp.default, (made,))
+    product = graph.call_function(torch.ops.aten.mm.default, (made, made))
+    for node in (x, made, read, product):
+        node.meta["val"] = value
+    length.meta["val"] = 8
+    assert not only_computed_for(made, {read})
+    graph.erase_node(product)
+    assert only_computed_for(made, {read})
