@@ -12,6 +12,7 @@ as [8, 3]) does not belong to the domain, and says so.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -113,7 +114,8 @@ class Domain(AxisTable):
 
     def in_equal_pieces(self) -> int:
         """Cuts joined axes so that all pieces are as long, and makes these one axis: lanes run
-        along all of them. Returns the most pieces of a tensor.
+        along all of them. Returns the most pieces of a tensor, 0 where nothing is cut: a split may
+        have one part.
 
         Raises:
             NotExpressible: if the size of one is unknown, or some tensor has several dimensions of
@@ -130,11 +132,10 @@ class Domain(AxisTable):
         every = {
             piece: len(self.pieces_of(node)) for node in self.dims for piece in self.pieces_of(node)
         }
-        first, *others = every
-        for other in others:
-            self.unify(first, other)
+        for piece, other in pairwise(every):
+            self.unify(piece, other)
         self.check()
-        return max(every.values())
+        return max(every.values(), default=0)
 
     # ---- nodes
 

@@ -80,7 +80,7 @@ def fits(grown: Grown) -> bool:
     local = locally_reduced(nodes, domain)
     reduced = [node.all_input_nodes[0] for node in nodes if kind_of(node) is Kind.REDUCTION]
     return (
-        most == max(len(domain.pieces_of(node)) for node in reduced) <= MOST_PIECES
+        0 < most == max(len(domain.pieces_of(node)) for node in reduced) <= MOST_PIECES
         and all(map(local.issuperset, pieces))
         and all(domain.extent_of(piece) >= LEAST_PIECE for piece in pieces)
         and all(domain.extent_of(joined_axes(x, domain)).is_Integer for x in domain.dims)

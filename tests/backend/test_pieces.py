@@ -206,6 +206,19 @@ def test_every_part_of_a_split() -> None:
     assert ["c=16" in each.text for each in decisions if isinstance(each, Fused)] == [True]
 
 
+def test_splits_of_one_part_cut_nothing() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = F.layer_norm(x, w.shape, w)
+        return y.split([SIZE], -1)[0] * x.split([SIZE], -1)[0]
+
+    x, w = torch.randn(64, SIZE), torch.randn(SIZE)
+    torch._dynamo.reset()
+    with record.listen() as decisions:
+        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
+    torch.testing.assert_close(found, f(x, w))
+    assert any(isinstance(each, Fused) for each in decisions)
+
+
 @pytest.mark.parametrize("f", [rms_rope, layer_norm_rope_chunked], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("batch", [0, 1])
 def test_few_rows(f: Callable[..., Tensor], batch: int) -> None:
