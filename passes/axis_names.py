@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Node
 
-    from normpass.passes.domain import Domain
+    from normpass.passes.domain import Dims, Domain
 
 # Axes that inner reductions reduce, and those of rows; n and c are a batch norm's, which reduces
 # the outer one of both.
@@ -69,20 +69,32 @@ def _channels(axes: Sequence[int], local: AbstractSet[int]) -> int | None:
 
 def reduced_axes(node: Node, domain: Domain) -> tuple[int, ...]:
     """The axes that a reduction reduces."""
+    return domain.axes_of(_reduced(node, domain))
+
+
+def reduced_and_joined(node: Node, domain: Domain) -> set[int]:
+    """The axes that a reduction reduces, and those that pieces of them make up."""
+    dims = _reduced(node, domain)
+    return {*domain.axes_of(dims), *domain.whole_axes_of(dims)}
+
+
+def _reduced(node: Node, domain: Domain) -> Dims:
     dims, _ = reduced_dims(node)
     source = domain.dims[node.all_input_nodes[0]]
-    return domain.axes_of(tuple(dim for k, dim in enumerate(source) if k in dims))
+    return tuple(dim for k, dim in enumerate(source) if k in dims)
 
 
 def locally_reduced(nodes: Sequence[Node], domain: Domain) -> set[int]:
-    """Axes of reductions whose result is broadcast over them again."""
+    """Axes of reductions whose result is broadcast over them again, and what pieces of them make
+    up.
+    """
     behind: dict[Node, set[int]] = {}
     local: set[int] = set()
     for node in nodes:
         reached = set().union(*(behind.get(arg, set()) for arg in node.all_input_nodes))
         if kind_of(node) is Kind.REDUCTION:
-            reached = reached | set(reduced_axes(node, domain))
+            reached = reached | reduced_and_joined(node, domain)
         else:
-            local |= reached & set(domain.axes(node))
+            local |= reached & {*domain.axes(node), *domain.whole_axes(node)}
         behind[node] = reached
     return local

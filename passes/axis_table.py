@@ -118,7 +118,7 @@ class AxisTable:
     def split(self, axis: int, outer: sympy.Expr) -> tuple[int, int]:
         """Splits an axis in two, one inside of the other, given the extent of the outer part."""
         if self.table[axis].pieces:
-            raise NotExpressible("an axis of pieces is split")
+            return self.split_joined(axis, outer)
         inner = sympy.cancel(self.extent(axis) / outer)
         parts = (*self.new(outer), *self.new(inner))
         self.become(axis, parts)
@@ -135,6 +135,24 @@ class AxisTable:
                 raise NotExpressible("a piece is a product of pieces")
             found += self.pieces(*joined) if joined else [piece]
         return tuple(found)
+
+    def split_joined(self, axis: int, outer: sympy.Expr) -> tuple[int, int]:
+        """Splits an axis of so many equal pieces: they run along one axis then, inside of another
+        of which each is one element.
+        """
+        pieces = self.pieces(axis)
+        first, *others = pieces
+        sizes = set(map(self.extent_of, pieces))
+        if len(pieces) != outer or len(sizes) > 1 or len(first) != 1:
+            raise NotExpressible("an axis of pieces is split")
+        for other in others:
+            self.unify(first, other)
+        inner = self.resolve(first)
+        if len(inner) != 1:
+            raise NotExpressible("an axis of pieces is split")
+        parts = (*self.joined([()] * len(pieces)), *inner)
+        self.become(axis, parts)
+        return parts[0], parts[1]
 
     def unify_pieces(self, x: int, y: int) -> None:
         """Makes the pieces of two joined axes the same, cutting each where the other is cut."""
@@ -193,8 +211,6 @@ class AxisTable:
                     raise NotExpressible("a product of axes is cut")
                 size = sympy.Integer(place - begin)
                 pieces = self.new(size), self.new(extent - size)
-                if () in pieces:
-                    raise NotExpressible("a piece has one element")
                 self.become(*piece, self.joined(pieces))
             begin += extent
 

@@ -10,7 +10,7 @@ from normpass.passes.domain import extent_of, step_of
 from normpass.passes.region import Buffer, Stride
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -31,10 +31,12 @@ class Buffers:
         """A tensor of these dimensions."""
         return Buffer(name, tensor.dtype, self.named(dims), self.strides(tensor))
 
-    def piece(self, name: str, tensor: torch.Tensor, dims: Dims) -> Buffer:
-        """Of a tensor the piece that has these dimensions, with the strides of the whole."""
-        strides = tuple(self.stride(step_of(step)) for step in tensor.stride())
-        return Buffer(name, tensor.dtype, self.named(dims), strides)
+    def piece(
+        self, name: str, dtype: torch.dtype, dims: Dims, steps: Sequence[int | torch.SymInt]
+    ) -> Buffer:
+        """A part of a tensor that has these dimensions and strides."""
+        strides = tuple(self.stride(step_of(step)) for step in steps)
+        return Buffer(name, dtype, self.named(dims), strides)
 
     def named(self, dims: Dims) -> tuple[tuple[str, ...], ...]:
         return tuple(

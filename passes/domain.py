@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
 import torch
@@ -21,8 +21,8 @@ from torch.fx import Node
 
 from normpass.passes.axis_table import AxisTable, NotExpressible, divides
 from normpass.passes.numbers import express
-from normpass.passes.parts import part_of
-from normpass.passes.vocabulary import Kind, argument, kind_of, reduced_dims
+from normpass.passes.parts import Part, part_of
+from normpass.passes.vocabulary import SCATTERS, Kind, argument, kind_of, reduced_dims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,6 +51,27 @@ def step_of(stride: int | torch.SymInt) -> sympy.Expr:
 
 def shape_of(node: Node) -> list[sympy.Expr]:
     return [extent_of(size) for size in node.meta["val"].shape]
+
+
+class Taken(NamedTuple):
+    """What a node takes of a tensor or puts into it: of the pieces inside of the `outer` axes of a
+    dimension those from one to before another.
+    """
+
+    part: Part
+    outer: Axes
+    pieces: list[Axes]
+    first: int
+    last: int
+
+
+class Side(NamedTuple):
+    """One of the tensors that are put together, its dimensions, its pieces, and which of them."""
+
+    node: Node
+    dims: Dims
+    pieces: list[Axes]
+    some: slice
 
 
 class Domain(AxisTable):
@@ -112,30 +133,31 @@ class Domain(AxisTable):
         joined = [axis for axis in self.whole_axes(node) if self.table[axis].pieces]
         return self.pieces(*joined) if joined else ()
 
-    def in_equal_pieces(self) -> int:
+    def in_equal_pieces(self, most: int) -> int:
         """Cuts joined axes so that all pieces are as long, and makes these one axis: lanes run
         along all of them. Returns the most pieces of a tensor, 0 where nothing is cut: a split may
         have one part.
 
         Raises:
-            NotExpressible: if the size of one is unknown, or some tensor has several dimensions of
-                pieces then.
+            NotExpressible: if the size of one is unknown, a tensor would have more pieces than
+                that, or several dimensions of pieces.
         """
-        pieces = dict.fromkeys(piece for node in self.dims for piece in self.pieces_of(node))
-        sizes = list(map(self.extent_of, pieces))
-        if not all(size.is_Integer for size in sizes):
+        every = dict.fromkeys(self.pieces_of(node) for node in self.dims)
+        sizes = {piece: self.extent_of(piece) for pieces in every for piece in pieces}
+        if not all(size.is_Integer for size in sizes.values()):
             raise NotExpressible("a piece of unknown size")
-        least = math.gcd(*map(int, sizes))
-        for piece, size in zip(pieces, sizes, strict=True):
+        least = math.gcd(*map(int, sizes.values()))
+        count = max(sum(sizes[piece] for piece in pieces) // max(least, 1) for pieces in every)
+        if count > most:
+            raise NotExpressible(f"{count} equal pieces")
+        for piece, size in sizes.items():
             for place in range(least, size, least):
                 self.cut_at(piece, place)
-        every = {
-            piece: len(self.pieces_of(node)) for node in self.dims for piece in self.pieces_of(node)
-        }
-        for piece, other in pairwise(every):
-            self.unify(piece, other)
+        equal = dict.fromkeys(piece for node in self.dims for piece in self.pieces_of(node))
+        for one, other in pairwise(equal):
+            self.unify(one, other)
         self.check()
-        return max(every.values(), default=0)
+        return int(count)
 
     # ---- nodes
 
@@ -237,50 +259,66 @@ class Domain(AxisTable):
     def part(self, node: Node) -> Dims:
         """Dimensions of a part of a tensor, which cuts that."""
         source = self.source(node)
-        dim, first, last = self.cut_out(source, node)
+        cut = self.cut_out(source, node)
         dims = list(self.dims[source])
-        dims[dim] = self.joined(self.side_by_side(dims[dim])[first:last])
+        dims[cut.part.dim] = (*cut.outer, *self.joined(cut.pieces[cut.first : cut.last]))
+        if cut.part.is_one:
+            del dims[cut.part.dim]
         return tuple(dims)
 
-    def cut_out(self, source: Node, node: Node) -> tuple[int, int, int]:
-        """The dimension that a node takes a part of, or puts one into, the number of its first
-        piece there, and that of the first piece behind it.
-        """
+    def cut_out(self, source: Node, node: Node) -> Taken:
+        """What a node takes of another, or puts into it, which cuts that."""
         part = part_of(node)
         if part is None:
             raise NotExpressible(f"{node.name} is no part of known size")
-        return part.dim, *self.cut(self.dims[source][part.dim], part.start, part.stop)
+        dim, outer = self.dims[source][part.dim], ()
+        if part.step > 1:
+            step = sympy.Integer(part.step)
+            outer = self.new(self.extent_of(dim) / step)
+            inner = self.new(step)
+            self.unify(dim, (*outer, *inner))
+            dim = inner
+        first, last = self.cut(dim, part.start, part.stop)
+        return Taken(part, self.resolve(outer), self.side_by_side(dim), first, last)
 
     def join(self, node: Node) -> Dims:
         """Dimensions of tensors side by side, or of one a part of which is another."""
-        dim, sides = self.sides(node)
-        pieces = [p for x, some in sides for p in self.side_by_side(self.dims[x][dim])[some]]
-        return self.alike([self.dims[x] for x, _ in sides], dim, pieces)
-
-    def sides(self, node: Node) -> tuple[int, list[tuple[Node, slice]]]:
-        """The dimension along which a node has others side by side, and these in order, with the
-        pieces that it has of each.
-        """
-        arguments: Any = node.args
-        if node.target is torch.ops.aten.slice_scatter.default:
-            base, source = arguments[:2]
-            dim, first, last = self.cut_out(base, node)
-            return dim, [(base, slice(first)), (source, slice(None)), (base, slice(last, None))]
-        tensors = arguments[0]
-        dim = argument(node, "dim", 0) % len(self.dims[tensors[0]])
-        return dim, [(each, slice(None)) for each in tensors]
-
-    def alike(self, tensors: Sequence[Dims], dim: int, pieces: Sequence[Axes]) -> Dims:
-        """Dimensions that tensors have in common, but for one of the given pieces."""
-        if () in pieces:
-            raise NotExpressible("a piece has one element")
-        dims = list(tensors[0])
-        for other in tensors[1:]:
+        dim, outer, sides = self.sides(node)
+        dims, *others = [list(side.dims) for side in sides]
+        for other in others:
             for k, axes in enumerate(other):
                 if k != dim:
                     dims[k] = self.unify(dims[k], axes)
-        dims[dim] = self.joined(pieces)
+        pieces = [piece for side in sides for piece in side.pieces[side.some]]
+        dims[dim] = (*outer, *self.joined(pieces))
+        if node.target in SCATTERS:  # of the shape of what it puts a part into
+            dims[dim] = self.unify(self.dims[sides[0].node][dim], dims[dim])
         return tuple(dims)
+
+    def sides(self, node: Node) -> tuple[int, Axes, list[Side]]:
+        """The dimension along which a node has others side by side, what is around their pieces in
+        that dimension, and they in order.
+        """
+        arguments: Any = node.args
+        if node.target in SCATTERS:
+            base, source = arguments[:2]
+            cut, dims = self.cut_out(base, node), self.dims[source]
+            if cut.part.is_one:
+                dims = (*dims[: cut.part.dim], (), *dims[cut.part.dim :])
+            if cut.outer:
+                self.unify(cut.outer, dims[cut.part.dim])
+            taken = [()] if cut.outer else self.side_by_side(dims[cut.part.dim])
+            around = self.dims[base], cut.pieces
+            sides = [
+                Side(base, *around, slice(cut.first)),
+                Side(source, dims, taken, slice(None)),
+                Side(base, *around, slice(cut.last, None)),
+            ]
+            return cut.part.dim, cut.outer, sides
+        tensors = arguments[0]
+        dim = argument(node, "dim", 0) % len(self.dims[tensors[0]])
+        every = [(each, self.dims[each]) for each in tensors]
+        return dim, (), [Side(x, d, self.side_by_side(d[dim]), slice(None)) for x, d in every]
 
     def view(self, node: Node) -> Dims:
         source = node.all_input_nodes[0]

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.passes.axis_names import name_axes, reduced_axes
+from normpass.passes.pieces import lanes_of
 from normpass.passes.vocabulary import FUNCTIONS, REDUCTIONS, Kind, kind_of
 
 if TYPE_CHECKING:
@@ -125,12 +126,12 @@ class InductorLoops:
         """Counts the elements of all pieces of a joined axis as the first one's: Inductor goes
         through them in one loop.
         """
-        joined = filter(None, {self.domain.pieces_of(node) for node in self.domain.dims})
+        joined = {lanes_of(node, self.domain) for node in self.domain.dims}
         counted: set[str] = set()
         for pieces in sorted(joined, key=lambda pieces: -len(pieces)):
             names = [[self.names[axis] for axis in piece] for piece in pieces]
             axes = {axis for piece in names for axis in piece}
-            if counted.isdisjoint(axes):
+            if axes and counted.isdisjoint(axes):
                 total = sum(prod(self.extents[axis] for axis in piece) for piece in names)
                 self.extents |= dict.fromkeys(axes, 1) | {names[0][0]: total}
                 counted |= axes

@@ -15,7 +15,7 @@ from normpass.passes.buffers import Buffers
 from normpass.passes.domain import extent_of
 from normpass.passes.escapes import outputs_of
 from normpass.passes.one_hot import INTEGERS, are_positions, holds_integers, is_iota
-from normpass.passes.pieces import Cut, Pieces, joined_axes, pieces_in, values_of
+from normpass.passes.pieces import Cut, Pieces, joined_axes, parts_of, pieces_in, values_of
 from normpass.passes.region import Arg, Axis, Buffer, Join, Output, Region, verify
 from normpass.passes.value_names import with_names
 from normpass.passes.values import NotLowered, Values
@@ -269,15 +269,18 @@ class _Lowering:
         if dim is None:
             buffer = self.buffers.buffer(f"y{k}", tensor, dims)
             return [self.written(node, self.values.value(node), buffer)]
-        if len(joined_axes(node, self.domain)) > 1:
+        parts = parts_of(joined_axes(node, self.domain), self.domain)
+        if parts is None:
             raise NotLowered(f"{node.name} has other axes in the dimension of its pieces", node)
-        pieces = self.domain.pieces_of(node)
-        values = values_of(self.values.of[node], len(pieces))  # type: ignore[arg-type]
+        count = len(parts.axes)
+        values = values_of(self.values.of[node], count)  # type: ignore[arg-type]
+        steps = list(tensor.stride())
+        steps[dim] *= count if parts.in_turn else 1
         buffers = [
-            self.buffers.piece(f"y{k + n}", tensor, pieces_in(dims, dim, piece))
-            for n, piece in enumerate(pieces)
+            self.buffers.piece(f"y{k + n}", tensor.dtype, pieces_in(dims, dim, axes), steps)
+            for n, axes in enumerate(parts.axes)
         ]
-        self.joins.append(Join(tuple(buffer.name for buffer in buffers), dim))
+        self.joins.append(Join(tuple(buffer.name for buffer in buffers), dim, parts.in_turn))
         return [self.written(node, *each) for each in zip(values, buffers, strict=True)]
 
     def written(self, node: Node, value: Arg, buffer: Buffer) -> Output:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 # Parts of a tensor are read where they lie, and a joined one is computed where it will lie. So is a
 # padded one, but that is for a convolution: MobileNets were measured with those norms fused.
-PARTS = CUTS | {aten.select.int, aten.unbind.int, operator.getitem}
+PARTS = CUTS | {operator.getitem}
 
 
 # What reads no elements.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.fx.node import map_arg
@@ -25,7 +25,7 @@ from normpass.passes.axis_names import locally_reduced
 from normpass.passes.axis_table import NotExpressible
 from normpass.passes.escapes import outputs_of
 from normpass.passes.region import Arg
-from normpass.passes.vocabulary import SPLITS, Kind, kind_of
+from normpass.passes.vocabulary import SPLITS, Kind, kind_of, without_views
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,18 +73,49 @@ def fits(grown: Grown) -> bool:
     if len(parts) < 2 or leaving or not set(parts).isdisjoint(outputs_of(nodes)):
         return False
     try:
-        most = domain.in_equal_pieces()
+        most = domain.in_equal_pieces(MOST_PIECES)
     except NotExpressible:
         return False
-    pieces = {piece for node in domain.dims for piece in domain.pieces_of(node)}
-    local = locally_reduced(nodes, domain)
     reduced = [node.all_input_nodes[0] for node in nodes if kind_of(node) is Kind.REDUCTION]
+    pieces = {axis for x in domain.dims for piece in domain.pieces_of(x) for axis in piece}
+    joined = {axis for x in reduced for axis in domain.whole_axes(x) if domain.is_joined(axis)}
     return (
-        0 < most == max(len(domain.pieces_of(node)) for node in reduced) <= MOST_PIECES
-        and all(map(local.issuperset, pieces))
-        and all(domain.extent_of(piece) >= LEAST_PIECE for piece in pieces)
+        most > 1
+        and most == max(len(domain.pieces_of(node)) for node in reduced)
+        and pieces | joined <= locally_reduced(nodes, domain)
+        and (most == 2 or not any(takes_turns(x, domain) for x in domain.dims))
+        and all(
+            domain.extent_of(lanes) >= LEAST_PIECE for x in reduced for lanes in lanes_of(x, domain)
+        )
         and all(domain.extent_of(joined_axes(x, domain)).is_Integer for x in domain.dims)
     )
+
+
+def parts_of_what_is_read(grown: Grown) -> set[Node]:
+    """The nodes of a region that take parts of tensors from outside, such as one norm's input of
+    what several are made of.
+    """
+    parts = [node for node in grown.nodes if kind_of(node) is Kind.PART]
+    read: set[Node] = set()
+    for node in parts:  # a split before its results
+        source = without_views(node.all_input_nodes[0])
+        if source not in grown.nodes or source in read:
+            read.add(node)
+    return read
+
+
+def lanes_of(x: Node, domain: Domain) -> tuple[Axes, ...]:
+    """For each piece of a node the axes along which its elements follow one the other: the piece's,
+    or where it has one element the innermost beside it.
+    """
+    beside = tuple(axis for axis in domain.whole_axes(x) if not domain.is_joined(axis))
+    return tuple(piece or beside[-1:] for piece in domain.pieces_of(x))
+
+
+def takes_turns(x: Node, domain: Domain) -> bool:
+    """Whether a node's pieces have one element, and follow each other in memory."""
+    axes = domain.whole_axes(x)
+    return bool(axes) and domain.is_joined(axes[-1]) and () in domain.pieces(axes[-1])
 
 
 class Cuts:
@@ -118,17 +149,22 @@ class Cuts:
         dim = domain.joined_dim(x)
         assert dim is not None
         dims = [domain.resolve(each) for each in domain.dims[x]]
-        place = dim
-        axes = joined_axes(x, domain)
-        if len(axes) > 1:  # [heads 128] -> [heads, 128]
-            place += next(k for k, axis in enumerate(axes) if domain.is_joined(axis))
+        parts = parts_of(dims[dim], domain)
+        if parts is None:  # [heads 128] -> [heads, 128]
+            axes = dims[dim]
             dims[dim : dim + 1] = [(axis,) for axis in axes]
             x = self.unflattened(x, dim, [int(domain.extent(axis)) for axis in axes])
-        pieces = domain.pieces(*dims[place])
-        ends = accumulate((int(domain.extent_of(piece)) for piece in pieces), initial=0)
+            dim += next(k for k, axis in enumerate(axes) if domain.is_joined(axis))
+            parts = parts_of(dims[dim], domain)
+        assert parts is not None
+        whole = x.meta["val"].shape[dim]
+        count = len(parts.axes)
+        lengths = [int(domain.extent_of(axes)) for axes in parts.axes]
+        ends = pairwise(accumulate(lengths, initial=0))
+        taken = [(k, whole, count) for k in range(count)] if parts.in_turn else list(ends)
         return [
-            Cut(self.add(aten.slice.Tensor, x, place, *ends), pieces_in(dims, place, piece))
-            for piece, ends in zip(pieces, pairwise(ends), strict=True)
+            Cut(self.add(aten.slice.Tensor, x, dim, *which), pieces_in(dims, dim, axes))
+            for axes, which in zip(parts.axes, taken, strict=True)
         ]
 
     def unflattened(self, x: Node, dim: int, sizes: Sequence[int]) -> Node:
@@ -145,6 +181,26 @@ class Cuts:
         node.meta["val"] = target(*map_arg(args, lambda arg: arg.meta["val"]))
         self.added.append(node)
         return node
+
+
+class Parts(NamedTuple):
+    """What a dimension falls into: the axes of each part. in_turn: whether an element of each
+    follows one of the other; else they lie side by side.
+    """
+
+    axes: tuple[Axes, ...]
+    in_turn: bool
+
+
+def parts_of(dim: Axes, domain: Domain) -> Parts | None:
+    """What a dimension of pieces falls into; None where that is not one of the two."""
+    k = next(k for k, axis in enumerate(dim) if domain.is_joined(axis))
+    outer, inner, pieces = dim[:k], dim[k + 1 :], domain.pieces(dim[k])
+    if not outer:
+        return Parts(tuple((*piece, *inner) for piece in pieces), in_turn=False)
+    if not inner and not any(pieces):
+        return Parts((outer,) * len(pieces), in_turn=True)
+    return None
 
 
 def joined_axes(node: Node, domain: Domain) -> Axes:

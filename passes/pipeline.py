@@ -23,7 +23,7 @@ from normpass.passes.hoist import left_outside
 from normpass.passes.inductor_work import theirs
 from normpass.passes.lower import Lowered, lower
 from normpass.passes.noops import remove_noops
-from normpass.passes.pieces import Cut, Cuts, fits
+from normpass.passes.pieces import Cut, Cuts, fits, parts_of_what_is_read
 from normpass.passes.profit import Estimate, estimate, has_inner_reduction, overwritten, refusal
 from normpass.passes.regions import Grower, Grown, seeds
 from normpass.passes.rewrite import SizeUnknown, put
@@ -193,8 +193,15 @@ class Search:
         return first
 
     def grow(self, grower: Grower, seed: Node, barred: set[Node], in_pieces: bool) -> Grown | None:
+        """The region around a seed; in pieces with parts of what it reads, if it fits so, else only
+        with parts of what it computes.
+        """
         grown = grower.grow(seed, barred, in_pieces=in_pieces)
-        return grown if grown is None or not in_pieces or fits(grown) else None
+        if grown is None or not in_pieces or fits(grown):
+            return grown
+        read = parts_of_what_is_read(grown)
+        again = grower.grow(seed, barred | read, in_pieces=True) if read else None
+        return again if again and fits(again) else None
 
     def attempt(self, seed: Node, barred: set[Node], *, in_pieces: bool = False) -> Attempt:
         """Grows and judges a region without what is barred. If it is not fused, the graph is as it

@@ -29,6 +29,7 @@ The grammar, line by line:
     NAME    = FN[AXES](VALUE)     reduction over the axes
     output  NAME: DTYPE[DIMS] STRIDES? = VALUE
     joined  NAME NAME ... [DIM]   outputs that are one tensor, side by side along a dimension
+    in turn NAME NAME ... [DIM]   the same where an element of each follows one of the other
 
 A dimension is an axis, a product of axes in parentheses (outermost first), or 1. Strides are in
 elements, one per dimension, and left out when the tensor is contiguous. Run-time integers are
@@ -154,26 +155,35 @@ class Output:
 @dataclass(frozen=True)
 class Join:
     """Outputs that follow one another and are one tensor: side by side along a dimension, all with
-    the strides of the whole.
+    the strides of the whole; or in turn, with a stride that much longer along it.
     """
 
     outputs: tuple[str, ...]
     dim: int
+    in_turn: bool = False
 
     def __str__(self) -> str:
-        return f"{' '.join(self.outputs)} [{self.dim}]"
+        return f"{'in turn' if self.in_turn else 'joined '} {' '.join(self.outputs)} [{self.dim}]"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that leaves a region: one of its outputs, or several side by side along `dim`."""
+    """A tensor that leaves a region: one of its outputs, or several along `dim`, side by side or in
+    turn.
+    """
 
     buffers: tuple[Buffer, ...]
     dim: int = 0
+    in_turn: bool = False
 
     @property
     def is_joined(self) -> bool:
         return len(self.buffers) > 1
+
+    @property
+    def stride_of_parts(self) -> int:
+        """How many elements of the whole lie from one of a part to its next along `dim`."""
+        return len(self.buffers) if self.in_turn else 1
 
 
 @dataclass(frozen=True)
@@ -195,7 +205,7 @@ class Region:
         lines += [f"input   {buffer}" for buffer in self.inputs]
         lines += [str(op) for op in self.ops]
         lines += [f"output  {output}" for output in self.outputs]
-        lines += [f"joined  {join}" for join in self.joins]
+        lines += map(str, self.joins)
         return "\n".join(lines)
 
     @cached_property
@@ -239,7 +249,9 @@ class Region:
             join = joins.get(name)
             first = join.outputs[0] if join else name
             before = found[first].buffers if first in found else ()
-            found[first] = Result((*before, output.buffer), join.dim if join else 0)
+            found[first] = Result(
+                (*before, output.buffer), *((join.dim, join.in_turn) if join else ())
+            )
         return tuple(found.values())
 
     def extents(self, sizes: Sequence[int]) -> dict[str, int]:
@@ -261,6 +273,14 @@ class Region:
         for other in others:
             first[result.dim] = first[result.dim] + other[result.dim]
         return tuple(first)
+
+    def whole_strides(self, result: Result, extents: Mapping[str, int]) -> tuple[int, ...]:
+        """The strides of a tensor that leaves the region."""
+        strides = list(self.strides(result.buffers[0], extents))
+        strides[result.dim : result.dim + 1] = [
+            step // result.stride_of_parts for step in strides[result.dim : result.dim + 1]
+        ]
+        return tuple(strides)
 
     def strides(self, buffer: Buffer, extents: Mapping[str, int]) -> tuple[int, ...]:
         if buffer.strides is not None:

@@ -18,7 +18,7 @@ from normpass.passes.region import (
     verify,
 )
 
-_LINE = re.compile(r"(?P<head>[\w.]+)\s+(?P<rest>\S.*)$")
+_LINE = re.compile(r"(?P<head>in turn|[\w.]+)\s+(?P<rest>\S.*)$")
 _OP = re.compile(r"(?P<fn>\w+)(?:\[(?P<axes>[\w ]+)\])?\((?P<args>[^()]*)\)$")
 _JOIN = re.compile(r"(?P<names>\w+(?: \w+)+) \[(?P<dim>\d+)\]$")
 _BUFFER = re.compile(
@@ -58,11 +58,12 @@ def parse(text: str) -> Region:
         elif head == "output":
             buffer, _, value = rest.partition(" = ")
             outputs.append(Output(_parse_buffer(buffer), value))
-        elif head == "joined":
-            joins.append(_parse_join(rest))
+        elif head in ("joined", "in turn"):
+            joins.append(_parse_join(rest, in_turn=head == "in turn"))
         else:
             raise RegionError(
-                f"expected region, axes, sizes, input, output, joined or a value, found {line!r}"
+                "expected region, axes, sizes, input, output, joined, in turn or a value, found "
+                f"{line!r}"
             )
     region = Region(name, axes, tuple(inputs), tuple(ops), tuple(outputs), sizes, tuple(joins))
     verify(region)
@@ -91,11 +92,11 @@ def _parse_buffer(text: str) -> Buffer:
     return Buffer(match["name"], DTYPES[match["dtype"]], dims, strides)
 
 
-def _parse_join(text: str) -> Join:
+def _parse_join(text: str, *, in_turn: bool) -> Join:
     match = _JOIN.match(text)
     if match is None:
         raise RegionError(f"expected 'NAME NAME ... [DIM]', found {text!r}")
-    return Join(tuple(match["names"].split()), int(match["dim"]))
+    return Join(tuple(match["names"].split()), int(match["dim"]), in_turn)
 
 
 def _parse_op(name: str, text: str) -> Op:

@@ -97,7 +97,7 @@ def _results(lowered: Lowered, sizes: Sequence[Any]) -> list[torch.Tensor]:
     extents = region.extents(sizes)
     results = []
     for node, result in zip(lowered.outputs, region.results, strict=True):
-        value, strides = node.meta["val"], region.strides(result.buffers[0], extents)
+        value, strides = node.meta["val"], region.whole_strides(result, extents)
         steps = zip(value.shape, value.stride(), strides, strict=True)
         if any(size != 1 and old != new for size, old, new in steps):
             value = value.new_empty_strided(value.shape, strides)

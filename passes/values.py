@@ -131,20 +131,18 @@ class Values:
         value = self.of[source]
         if not isinstance(value, Pieces):
             return value  # type: ignore[return-value]
-        _, first, last = self.domain.cut_out(source, node)
-        part = value.values[first:last]
+        cut = self.domain.cut_out(source, node)
+        part = value.values[cut.first : cut.last]
         return part[0] if len(part) == 1 else Pieces(part)
 
     def join(self, node: Node) -> Value:
         """The values of tensors side by side, or of one in place of a part of another."""
         if len({x.meta["val"].dtype is torch.bool for x in node.all_input_nodes}) > 1:
             raise NotLowered(f"{node.name} joins truth values with numbers", node)
-        dim, sides = self.domain.sides(node)
+        _, _, sides = self.domain.sides(node)
         found: list[Arg] = []
-        for x, some in sides:
-            value, dims = self.of[x], self.domain.dims[x]
-            every = values_of(value, len(self.domain.side_by_side(dims[dim])))  # type: ignore[arg-type]
-            found += every[some]
+        for side in sides:
+            found += values_of(self.of[side.node], len(side.pieces))[side.some]  # type: ignore[arg-type]
         return Pieces(tuple(found))
 
     def pointwise(self, node: Node) -> Value:

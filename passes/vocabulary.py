@@ -212,13 +212,12 @@ VIEWS = frozenset(
     }
 )
 
-# Splits, and what their second argument is called. Each result is a part.
-SPLITS: dict[Any, str] = {
-    aten.split.Tensor: "split_size",
-    aten.split_with_sizes.default: "split_sizes",
-}
-CUTS = frozenset({aten.slice.Tensor, *SPLITS})
-JOINS = frozenset({aten.cat.default, aten.slice_scatter.default})
+# Splits, of which each result is a part.
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
+CUTS = frozenset({aten.slice.Tensor, aten.select.int, *SPLITS})
+# A tensor in place of a part of another, as gradients of parts are written.
+SCATTERS = frozenset({aten.slice_scatter.default, aten.select_scatter.default})
+JOINS = frozenset({aten.cat.default, *SCATTERS})
 
 REDUCTIONS: dict[Any, str] = {
     aten.sum.default: "sum",

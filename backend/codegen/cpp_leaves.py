@@ -32,6 +32,8 @@ from normpass.backend.program.tree import (
 from normpass.passes.region import EXPAND
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from normpass.passes.region import Op
 
 
@@ -67,6 +69,8 @@ class LeafPrinter(Names):
             text = f"get<scalar>({address})"
         elif stride == 1:
             text = f"load<scalar>({address}, {self.lanes})"
+        elif stride == 2:
+            text = f"load_every_second<scalar>({address}, {self.lanes})"
         else:
             text = f"gather<scalar>({address}, {index_expression(stride)}, {self.lanes})"
         if buffer.dtype is torch.bool:
@@ -89,15 +93,47 @@ class LeafPrinter(Names):
     def store(self, value: str, access: Access) -> None:
         address = self.address(access)
         stride = access.strides.get(self.along)
-        text = self.as_number(value)
         if stride is None:
-            self.line(f"put({address}, {text});")
+            self.line(f"put({address}, {self.as_number(value)});")
             return
-        text = text if self.is_vector(value) else f"Vec({text})"
+        text = self.lanes_of(value)
         if stride == 1:
             self.line(f"write({address}, {text}, {self.lanes}, past_caches);")
         else:
             self.line(f"scatter({address}, {index_expression(stride)}, {text}, {self.lanes});")
+
+    # -- outputs that take turns in memory
+
+    def in_turn(self, nodes: Sequence[Leaf]) -> list[tuple[Store, Store]]:
+        """Of these leaves the stores whose lanes take turns."""
+        stores = {
+            node.access.buffer.name: node
+            for node in nodes
+            if isinstance(node, Store) and node.access.strides.get(self.along) == 2
+        }
+        pairs = [join.outputs for join in self.plan.region.joins if join.in_turn]
+        return [(stores[x], stores[y]) for x, y in pairs if {x, y} <= stores.keys()]
+
+    def leaves(self, nodes: Sequence[Leaf], crossed: Sequence[Leaf] = ()) -> None:
+        """Leaves one after the other; of two stores that take turns the second writes both.
+
+        crossed: what rows that go together write side by side.
+        """
+        pairs = self.in_turn([node for node in nodes if node not in crossed])
+        for node in nodes:
+            pair = next((pair for pair in pairs if node in pair), None)
+            if isinstance(node, Store) and node in crossed:
+                self.take_crossed(node)
+            elif pair is None:
+                self.leaf(node)
+            elif node == pair[1]:
+                self.store_in_turn(*pair)
+
+    def store_in_turn(self, *stores: Store) -> None:
+        """Writes what takes turns."""
+        values = [self.lanes_of(store.output.value) for store in stores]
+        address = self.address(stores[0].access)
+        self.line(f"write_in_turn({address}, {', '.join(values)}, {self.lanes}, past_caches);")
 
     # -- rows that go together and are neighbours in memory, where lanes are far apart
 
@@ -122,9 +158,13 @@ class LeafPrinter(Names):
 
     def take_crossed(self, node: Store) -> None:
         """What one of the rows writes."""
-        value = node.output.value
-        text = self.as_number(value) if self.is_vector(value) else f"Vec({self.as_number(value)})"
+        text = self.lanes_of(node.output.value)
         self.line(f"rows_{node.access.buffer.name}[j] = {text};")
+
+    def lanes_of(self, value: str) -> str:
+        """A value as the lanes of a vector."""
+        text = self.as_number(value)
+        return text if self.is_vector(value) else f"Vec({text})"
 
     def end_crossed(self, node: Load | Store) -> None:
         """Writes a tensor's lanes for all rows at once."""

@@ -126,9 +126,7 @@ class LoopPrinter(LeafPrinter):
         row.
         """
         rows = [node for node in nodes if self.per_row(node)]
-        for node in nodes:
-            if node not in rows:
-                self.leaf(node)
+        self.leaves([node for node in nodes if node not in rows])
         if not rows:
             return
         held = [
@@ -156,11 +154,7 @@ class LoopPrinter(LeafPrinter):
         if not self.abreast:
             self.line("#pragma GCC unroll 4")
         with self.each_row(*(("first", "last") if self.abreast else ("0", "J"))):
-            for node in nodes:
-                if isinstance(node, Store) and node in crossed:
-                    self.take_crossed(node)
-                else:
-                    self.leaf(node)
+            self.leaves(nodes, crossed)
 
     @contextmanager
     def each_row(self, first: str, last: str) -> Iterator[None]:

@@ -268,6 +268,25 @@ inline Vectorized<T> gather(const S* p, int64_t stride, L lanes) {
   return Vectorized<T>::loadu(buffer);
 }
 
+// Lane i is p[2 * i]. What lies behind the last of them is not read: it may be nobody's.
+template <class T, class S, class L>
+inline Vectorized<T> load_every_second(const S* p, L lanes) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<T, float> && is_all<L>) {
+    constexpr int size = Vectorized<float>::size();
+    const auto low = load<float>(p, lanes), high = load<float>(p + size - 1, lanes);
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m512i wanted = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31);
+    return _mm512_permutex2var_ps(low, wanted, high);
+#else
+    const __m256 pairs = _mm256_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 2, 0));
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(pairs), _MM_SHUFFLE(3, 1, 2, 0)));
+#endif
+  }
+#endif
+  return gather<T>(p, 2, lanes);
+}
+
 template <class T, class S, class L>
 inline void store(S* p, Vectorized<T> value, L lanes) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -378,6 +397,19 @@ inline void write(S* p, Vectorized<T> value, L lanes, bool past_caches) {
   }
 #endif
   store(p, value, lanes);
+}
+
+// Writes lane i of one to p[2 * i], and of the other behind it.
+template <class T, class S, class L>
+inline void write_in_turn(S* p, Vectorized<T> one, Vectorized<T> other, L lanes, bool past_caches) {
+  if constexpr (is_all<L>) {
+    const auto [low, high] = at::vec::interleave2(one, other);
+    write(p, low, lanes, past_caches);
+    write(p + Vectorized<T>::size(), high, lanes, past_caches);
+  } else {
+    scatter(p, 2, one, lanes);
+    scatter(p + 1, 2, other, lanes);
+  }
 }
 
 // Orders a worker's writes past the caches before whatever follows.

@@ -31,12 +31,16 @@ class Layouts:
 
     def laid_out(self, inputs: Sequence[Strides], results: Sequence[Strides | None]) -> Region:
         """The region with its tensors laid out so. results: None is for those that follow the rest;
-        the parts of one have the strides of the whole, and follow nobody.
+        the parts of one have its strides, and follow nobody.
         """
         region = self.region
         wanted = list(zip(region.results, results, strict=True))
         given = [*zip(region.inputs, inputs, strict=True)]
-        given += [(each.buffers[0], strides) for each, strides in wanted if strides is not None]
+        given += [
+            (each.buffers[0], _of_parts(each, strides))
+            for each, strides in wanted
+            if strides is not None
+        ]
         buffers = [buffer for each in wanted for buffer in self.result(*each, given)]
         outputs = [
             replace(output, buffer=buffer)
@@ -58,8 +62,10 @@ class Layouts:
         first, *others = result.buffers
         if not others:
             return [self.buffer(first, strides or self.following(first, given))]
-        whole = tuple(map(self.named, strides or self.strides(first)))
-        return [replace(buffer, strides=whole) for buffer in result.buffers]
+        parts = tuple(
+            map(self.named, _of_parts(result, strides) if strides else self.strides(first))
+        )
+        return [replace(buffer, strides=parts) for buffer in result.buffers]
 
     def following(self, buffer: Buffer, given: Sequence[tuple[Buffer, Strides]]) -> Strides:
         """Strides for an output along the axis along which most bytes of whole tensors lie:
@@ -146,3 +152,9 @@ class Layouts:
             if sympy.expand(self.extents[name] - stride) == 0:
                 return name
         return self.new.setdefault(stride, f"t{len(self.region.sizes) + len(self.new)}")
+
+
+def _of_parts(result: Result, strides: Strides) -> Strides:
+    """The strides of the parts of a result that has these."""
+    steps = enumerate(strides)
+    return tuple(step * (result.stride_of_parts if k == result.dim else 1) for k, step in steps)

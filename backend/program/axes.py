@@ -134,9 +134,9 @@ def local_axes(region: Region) -> frozenset[str]:
 def choose_vector(
     region: Region, axes: Sequence[LoopAxis], accesses: Mapping[str, Access], machine: Machine
 ) -> str:
-    """The axis along which most elements are neighbours in memory. Where large tensors differ in
-    that, one whose sums are needed again, if there is such: they add up in registers then, of rows
-    that go together (rows.py).
+    """The axis along which most elements are neighbours in memory, or every second of them where
+    two take turns. Where large tensors differ in that, one whose sums are needed again, if there is
+    such: they add up in registers then, of rows that go together (rows.py).
     """
     hint = {axis.name: axis.hint for axis in axes}
     score = dict.fromkeys(hint, 0)
@@ -144,7 +144,7 @@ def choose_vector(
     of_large: set[str] = set()
     for access in accesses.values():
         for axis, stride in access.strides.items():
-            if stride == 1:
+            if stride == 1 or (stride == 2 and 1 not in access.strides.values()):
                 score[axis] += _elements(access, hint)
                 of_large |= {axis} if 2 * _elements(access, hint) > largest else set()
     local = of_large & local_axes(region)

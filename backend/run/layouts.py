@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     @classmethod
     def of_result(cls, region: Region, result: Result, extents: Mapping[str, int]) -> Layout:
         first, shape = result.buffers[0], region.whole_shape(result, extents)
-        return cls(shape, region.strides(first, extents), first.dtype)
+        return cls(shape, region.whole_strides(result, extents), first.dtype)
 
     def empty(self, device: torch.device) -> Tensor:
         """New memory of this layout."""
@@ -67,7 +67,8 @@ def pieces(region: Region, extents: Mapping[str, int]) -> tuple[Piece, ...]:
             layout = Layout.of(region, buffer, extents)
             found.append(Piece(k, layout, offset))
             if result.is_joined:
-                offset += layout.shape[result.dim] * layout.strides[result.dim]
+                count = 1 if result.in_turn else layout.shape[result.dim]
+                offset += count * layout.strides[result.dim] // result.stride_of_parts
     return tuple(found)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from piecewise import HEADS, SIZE, as_exact, both, compiled, heads, inputs, is_joined
 from torch import Tensor
 
 from normpass.backend.explain import record
@@ -19,10 +20,8 @@ from normpass.passes.pipeline import Fused
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
-
-HEADS, SIZE = 5, 48
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -32,10 +31,6 @@ def rotated(x: Tensor) -> Tensor:
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + rotated(x) * sin
-
-
-def heads(x: Tensor) -> Tensor:
-    return x.view(x.shape[0], x.shape[1], HEADS, SIZE)
 
 
 def rms_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,56 +75,15 @@ def scattered(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 CASES = [rms_rope, layer_norm_rope_chunked, rope_norm, gated, largest, scattered]
 
 
-def inputs(dtype: torch.dtype) -> list[Tensor]:
-    numbers = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=numbers).to(dtype)
-
-    x, w = drawn(3, 7, HEADS * SIZE).requires_grad_(), drawn(SIZE).requires_grad_()
-    return [x, w, drawn(7, SIZE), drawn(7, SIZE)]
-
-
-def both(f: Callable[..., Tensor], args: Sequence[Tensor]) -> list[Tensor]:
-    """A result, and the gradients of what requires some."""
-    y = f(*args)
-    numbers = torch.Generator().manual_seed(1)
-    cotangent = torch.randn(y.shape, generator=numbers).to(y.dtype)
-    return [y, *torch.autograd.grad(y, [x for x in args if x.requires_grad], cotangent)]
-
-
-def compiled(f: Callable[..., Tensor], args: Sequence[Tensor]) -> tuple[list[Tensor], list[Fused]]:
-    torch._dynamo.reset()
-    with record.listen() as decisions:
-        found = both(torch.compile(f, backend="normpass", options={"least_bytes": 0}), args)
-    assert all(isinstance(each, Fused) for each in decisions), decisions
-    return found, [each for each in decisions if isinstance(each, Fused)]
-
-
-def as_exact(found: Sequence[Tensor], f: Callable[..., Tensor], args: Sequence[Tensor]) -> None:
-    """At most twice as far from float64 as eager mode, but for a few roundings."""
-    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in args]
-    for each in zip(found, both(f, args), both(f, wide), strict=True):
-        one, eager, exact = (x.detach() for x in each)
-        assert (one.dtype, one.shape) == (eager.dtype, eager.shape)
-        few = 8 * torch.finfo(one.dtype).eps * float(exact.abs().max())
-        errors = [float((x.double() - exact).abs().max()) for x in (one, eager)]
-        assert errors[0] <= 2 * errors[1] + few
-
-
-def is_joined(fused: Fused) -> bool:
-    return "\njoined" in fused.text
-
-
 @pytest.mark.parametrize("f", CASES, ids=lambda f: f.__name__)
 def test_as_exact_as_eager_mode(f: Callable[..., Tensor]) -> None:
     args = inputs(torch.float32)
     found, fused = compiled(f, args)
     as_exact(found, f, args)
     assert len(fused) == 2, "a kernel for the forward and one for the backward"
-    # A gate's result is one piece. Of the last two, gradients of parts stay with Inductor.
+    # A gate's result is one piece. Of a variance's, gradients of parts stay with Inductor.
     assert is_joined(fused[0]) == (f is not gated)
-    assert is_joined(fused[1]) == (f not in (largest, scattered))
+    assert is_joined(fused[1]) == (f is not largest)
 
 
 @pytest.mark.parametrize("f", [rms_rope, in_thirds], ids=lambda f: f.__name__)
@@ -177,7 +131,9 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "many pieces": lambda x, w: (lambda y: y + torch.cat([y[..., 1:], y[..., :1]], -1))(
         F.layer_norm(x, w.shape, w)
     ),
-    "steps": lambda x, w: (lambda y: y[..., ::2] * y[..., 1::2])(F.layer_norm(x, w.shape, w)),
+    "steps of three": lambda x, w: (lambda y: y[..., ::3] * y[..., 1::3] + y[..., 2::3])(
+        F.layer_norm(x, w.shape, w)
+    ),
 }
 
 
@@ -204,6 +160,65 @@ def test_every_part_of_a_split() -> None:
         found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
     torch.testing.assert_close(found, f(x, w))
     assert ["c=16" in each.text for each in decisions if isinstance(each, Fused)] == [True]
+
+
+def test_products_and_truth_values() -> None:
+    """A product over pieces, and truth values beside numbers, which are no region's."""
+
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = rotated(F.layer_norm(x, w.shape, w)) * w + x
+        z = y / (1 + y.prod(-1, keepdim=True))
+        return z, torch.cat([(z > 0)[..., :24], z[..., 24:]], -1)
+
+    x, w = torch.randn(64, SIZE), torch.randn(SIZE)
+    torch._dynamo.reset()
+    found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
+    for one, eager in zip(found, f(x, w), strict=True):
+        torch.testing.assert_close(one, eager)
+
+
+def test_flattened_heads_leave() -> None:
+    """Their dimension has the heads as well: no part of it is one view."""
+
+    def f(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rms_rope(x, w, cos, sin).transpose(1, 2).flatten(2)
+
+    args = inputs(torch.float32)
+    found, _ = compiled(f, args)
+    as_exact(found, f, args)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_of_two_dimensions(dynamic: bool) -> None:
+    """One of them cut, and the other of unknown length."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = (x - x.mean((1, 2), keepdim=True)) * x.var((1, 2), keepdim=True).rsqrt() * w
+        return y + rotated(y).sin()
+
+    x, w = torch.randn(4, 7, SIZE), torch.randn(SIZE)
+    torch._dynamo.reset()
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
+    with record.listen() as decisions:
+        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
+    torch.testing.assert_close(found, f(x, w))
+    assert [is_joined(each) for each in decisions if isinstance(each, Fused)] == [True]
+
+
+def test_what_dies_is_not_written_over() -> None:
+    """It is as large as a part of the result."""
+
+    def f(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = F.layer_norm(x, w.shape, w)
+        return torch.cat([y[..., 24:] * (a @ b), y[..., :24]], -1) * x
+
+    args = [torch.randn(64, SIZE), torch.randn(SIZE), torch.randn(64, 8), torch.randn(8, 24)]
+    torch._dynamo.reset()
+    with record.listen() as decisions:
+        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(*args)
+    torch.testing.assert_close(found, f(*args))
+    assert [is_joined(each) for each in decisions if isinstance(each, Fused)] == [True]
 
 
 def test_splits_of_one_part_cut_nothing() -> None:

@@ -77,6 +77,18 @@ EXPRESSIBLE: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "prod": (lambda x: x.prod(1), "a b c", "a c"),
     "variance": (lambda x: torch.var_mean(x, -1)[0], "a b c", "a b"),
     "there and back": (lambda x: x.view(24, 10) + x.view(24, 10).sum(0), "a b c", "ab c"),
+    "every second": (lambda x: x[..., 1::2] * 2, "a b cd", "a b c"),
+    "one of many": (lambda x: x[:, 3] * 2, "a b c", "a c"),
+    "pairs": (
+        lambda x: torch.stack(x.unflatten(-1, (5, 2)).unbind(-1), -1).flatten(-2) + x,
+        "a b cd",
+        "a b cd",
+    ),
+    "pairs exchanged": (
+        lambda x: torch.slice_scatter(x, x[..., 1::2], -1, step=2),
+        "a b cd",
+        "a b cd",
+    ),
     "two spellings": (lambda x: x.view(6, 40) + x.view(6, 8, 5).view(6, 40), "a bc de", "a bde"),
 }
 
@@ -143,8 +155,9 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: x.view(24, 10) @ x.view(24, 10).t(),
         "neither pointwise, reduction nor view",
     ),
-    "a slice of one": (lambda x: x[:, 1:] * 2, "a piece has one element"),
-    "a slice with steps": (lambda x: x[:, ::2] * 2, "no part of known size"),
+    "an empty slice": (lambda x: x[:, 2:2] * 2, "no part of known size"),
+    "steps that leave some over": (lambda x: x[..., ::3] * 2, "no part of known size"),
+    "steps that leave some out": (lambda x: x[:, :2:2] * 2, "no part of known size"),
     "parts of two dimensions": (lambda x: x[:4, :2] * 2, "pieces in two dimensions"),
     "a part of a product": (lambda x: x.view(24, 10)[5:] + x[0, 0], "a product of axes is cut"),
     "extents that do not divide": (lambda x: x.view(24, 10).view(16, 15), "where 16 fit"),
@@ -235,3 +248,16 @@ def test_a_copy_grows_alone() -> None:
     assert view not in domain.dims
     assert len(domain.axes(view.args[0])) == 3
     assert len(other.axes(view.args[0])) == 4
+
+
+def test_equal_pieces_are_one_axis() -> None:
+    """Thirds and halves are six pieces, and all of them run along the same axis."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.cat([x[4:], x[:4]]) * torch.cat([x[6:], x[:6]])
+
+    domain = domain_of(f, torch.zeros(12)).domain
+    assert domain.in_equal_pieces(6) == 6
+    assert len({piece for node in domain.dims for piece in domain.pieces_of(node)}) == 1
+    with pytest.raises(NotExpressible, match="6 equal pieces"):
+        domain_of(f, torch.zeros(12)).domain.in_equal_pieces(5)
