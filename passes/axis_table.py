@@ -184,9 +184,11 @@ class AxisTable:
         """The pieces of a dimension; itself, if it has none."""
         dim = self.resolve(dim)
         joined = [axis for axis in dim if self.table[axis].pieces]
-        if joined and len(dim) > 1:
-            raise NotExpressible("a dimension is a product with pieces")
-        return [*self.pieces(*joined)] if joined else [dim]
+        if not joined:
+            return [dim]
+        if joined != [dim[0]]:
+            raise NotExpressible("a dimension has others around its pieces")
+        return [(*piece, *dim[1:]) for piece in self.pieces(dim[0])]
 
     def cut(self, dim: Axes, start: int, stop: int) -> tuple[int, int]:
         """Cuts a dimension where a part of it begins and ends, and everything that has it with it.

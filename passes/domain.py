@@ -153,6 +153,7 @@ class Domain(AxisTable):
         for piece, size in sizes.items():
             for place in range(least, size, least):
                 self.cut_at(piece, place)
+        self.check()
         equal = dict.fromkeys(piece for node in self.dims for piece in self.pieces_of(node))
         for one, other in pairwise(equal):
             self.unify(one, other)
@@ -271,7 +272,8 @@ class Domain(AxisTable):
         part = part_of(node)
         if part is None:
             raise NotExpressible(f"{node.name} is no part of known size")
-        dim, outer = self.dims[source][part.dim], ()
+        dim: Axes = self.dims[source][part.dim]
+        outer: Axes = ()
         if part.step > 1:
             step = sympy.Integer(part.step)
             outer = self.new(self.extent_of(dim) / step)
@@ -307,7 +309,7 @@ class Domain(AxisTable):
                 dims = (*dims[: cut.part.dim], (), *dims[cut.part.dim :])
             if cut.outer:
                 self.unify(cut.outer, dims[cut.part.dim])
-            taken = [()] if cut.outer else self.side_by_side(dims[cut.part.dim])
+            taken: list[Axes] = [()] if cut.outer else self.side_by_side(dims[cut.part.dim])
             around = self.dims[base], cut.pieces
             sides = [
                 Side(base, *around, slice(cut.first)),

@@ -218,7 +218,9 @@ class Search:
             attempt.nodes = grown.nodes
             copy_inputs(self.graph, grown.nodes, copies, barred)
             if copies:
-                grown = self.grow(Grower(self.graph), seed, barred, in_pieces) or grown
+                grown = self.grow(Grower(self.graph), seed, barred, in_pieces)
+                if grown is None:  # what was copied into it takes it apart otherwise
+                    return attempt
             grown = left_outside(grown)
             attempt.nodes = grown.nodes
             if in_pieces:

@@ -47,10 +47,22 @@ def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[...,
     with _undone_on_failure(graph, lowered):
         call = _insert(graph, nodes[-1], lowered, op, measures)
         sort(graph)
-    for node in reversed(nodes):
-        if not node.users:
-            graph.erase_node(node)
+    _erase_unused(graph, nodes)
     return call
+
+
+def _erase_unused(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Erases those of these nodes that nobody needs, and what only they needed: a region may have
+    found that it does not read all that its nodes did.
+    """
+    waiting, erased = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        unused = node not in erased and not node.users and node.op == "call_function"
+        if unused and not node.is_impure():
+            waiting += node.all_input_nodes
+            erased.add(node)
+            graph.erase_node(node)
 
 
 def _insert(

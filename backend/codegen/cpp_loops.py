@@ -139,13 +139,13 @@ class LoopPrinter(LeafPrinter):
         rows = [node for node in rows if not (isinstance(node, Load) and node in crossed)]
         for accumulator in held:
             self.hold(accumulator)
-        for node in crossed:
-            self.begin_crossed(node)
+        for each in crossed:
+            self.begin_crossed(each)
         for node in rows if outlive else ():
             self.declare(node)
         self.rows(rows, crossed)
-        for node in crossed:
-            self.end_crossed(node)
+        for each in crossed:
+            self.end_crossed(each)
         for accumulator in held:
             self.release(accumulator)
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from normpass.passes.lower import Lowered
 
 STEPS = 7
+# Of the sweep: a part was left that no region read; a copy made a region fit no longer.
+FOUND = (566, 1152)
 
 
 def apart(x: Tensor, y: Tensor, rng: random.Random) -> Tensor:
@@ -59,7 +61,7 @@ def in_turn(x: Tensor, y: Tensor) -> list[Callable[[], Tensor]]:
         lambda: turned(*pairs.unbind(-1)),
         lambda: turned(pairs.select(-1, 0), pairs[..., 1].softmax(-1)),
         lambda: torch.cat([-x, *x.unflatten(-1, (2, 3)).unbind(-2)], -1)[..., 6:] * y,
-        lambda: torch.slice_scatter(x, y[..., 1::2].exp() * x[..., ::2], -1, 1, step=2),
+        lambda: torch.slice_scatter(x, y[..., 1::2].tanh() * x[..., ::2], -1, 1, step=2),
         lambda: torch.slice_scatter(x, y[..., :2], -1, 2, step=3) + x[..., ::3].mean(-1, True),
         lambda: torch.select_scatter(pairs, y[..., 3:], -1, 1).flatten(-2) * y,
         lambda: pairs.flip(-1).flatten(-2) + torch.stack([y[..., 3:], x[..., :3]], -1).flatten(-2),
@@ -89,7 +91,12 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(60), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(60, 4000))]
+    "seed",
+    [
+        *range(60),
+        *FOUND,
+        *(pytest.param(s, marks=pytest.mark.sweep) for s in range(60, 4000) if s not in FOUND),
+    ],
 )
 def test_the_same_values(seed: int) -> None:
     evaluated(*case(program, seed, (0, 2)))
