@@ -30,7 +30,6 @@ from normpass.benchmarks import (
 )
 from normpass.benchmarks.cases import (
     DTYPES,
-    NORMS,
     PHASES,
     Case,
     geometric_mean,
@@ -47,12 +46,13 @@ from normpass.benchmarks.measure import (
     number,
     spread,
 )
+from normpass.benchmarks.norms import NORMS
 from normpass.benchmarks.plots import Row, bars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from normpass.benchmarks.cases import Shape
+    from normpass.benchmarks.norms import Shape
 
 RESULTS = Path("benchmarks/results")
 REPEATS = 50

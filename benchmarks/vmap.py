@@ -23,7 +23,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import normpass
-from normpass.benchmarks.cases import EPS, batch_norm_reference, spell
+from normpass.benchmarks.cases import spell
 from normpass.benchmarks.machine import machine
 from normpass.benchmarks.measure import (
     Timing,
@@ -33,6 +33,7 @@ from normpass.benchmarks.measure import (
     relative_errors,
     verdict,
 )
+from normpass.benchmarks.norms import EPS, batch_norm_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from normpass.benchmarks.cases import Shape
+    from normpass.benchmarks.norms import Shape
 
     Function = Callable[..., tuple[Tensor, ...]]
 

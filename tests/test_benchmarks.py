@@ -12,11 +12,8 @@ from rich.console import Console
 
 from normpass.benchmarks import bench, compile_time, demo, measure
 from normpass.benchmarks.cases import (
-    NORMS,
     PHASES,
-    ROWS,
     Case,
-    Extents,
     backward_bytes,
     forward_bytes,
     geometric_mean,
@@ -25,6 +22,7 @@ from normpass.benchmarks.cases import (
     spell,
 )
 from normpass.benchmarks.models import MODELS, build, digits
+from normpass.benchmarks.norms import NORMS, ROWS, Extents
 from normpass.decomps.activation import is_registered
 
 if TYPE_CHECKING:
@@ -44,6 +42,8 @@ TINY = {
     "layer_norm_of_images": (4, 5, 3, 3),
     "layer_norm_of_pixels": (4, 16, 3, 3),
     "modulated_norm": (3, 6, 16),
+    "rms_norm_rotary": (2, 5, 3, 16),
+    "rms_norm_rotary_pairs": (2, 5, 3, 16),
     "softmax": (6, 16),
 }
 

@@ -83,6 +83,29 @@ def test_as_exact_as_eager_mode(f: Callable[..., Tensor], dtype: torch.dtype) ->
     assert all(f"c={SIZE // 2}" in each.text for each in fused)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_truth_values_and_bytes(dtype: torch.dtype) -> None:
+    """Read and written in turn as well."""
+
+    def f(x: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = F.rms_norm(x, w.shape, w)
+        y = y * mask + torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+        scale = y.abs().amax(-1, keepdim=True) / 127
+        return y, y > 0, (y / scale).round().to(torch.int8)
+
+    x, w = torch.randn(64, SIZE).to(dtype), torch.randn(SIZE).to(dtype)
+    mask = torch.rand(64, SIZE) < 0.5
+    torch._dynamo.reset()
+    with record.listen() as decisions:
+        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w, mask)
+    wide = f(x.double(), w.double(), mask)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(found[0].double(), wide[0], **close)
+    assert torch.equal(found[1], found[0] > 0)
+    assert int((found[2].int() - wide[2].int()).abs().max()) <= 1
+    assert [is_joined(each, "in turn") for each in decisions if isinstance(each, Fused)] == [True]
+
+
 @pytest.mark.parametrize("f", [pairs_of_the_first_half, halves_unbound], ids=lambda f: f.__name__)
 def test_other_parts(f: Callable[..., Tensor]) -> None:
     args = inputs(torch.float32)
