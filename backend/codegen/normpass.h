@@ -119,6 +119,19 @@ inline __m256i narrow(Vectorized<float> value) {
 
 inline __mmask16 mask_of_lanes(int lanes) { return static_cast<__mmask16>((1u << lanes) - 1); }
 inline __mmask16 mask_of_lanes(From lanes) { return static_cast<__mmask16>(0xffffu << lanes.lane); }
+#elif defined(CPU_CAPABILITY_AVX2)
+template <class S>
+inline Vectorized<float> widen(__m128i bits) {
+  if constexpr (std::is_same_v<S, c10::Half>) return _mm256_cvtph_ps(bits);
+  else return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+template <class S>
+inline __m128i narrow(Vectorized<float> value) {
+  if constexpr (std::is_same_v<S, c10::Half>)
+    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  else return at::vec::cvtfp32_bf16(value);
+}
 #endif
 
 // Truth values lie in memory as bytes, of 1 or 0. A number is true unless it is zero, and so is NaN. What
@@ -244,6 +257,9 @@ inline Vectorized<T> load(const S* p, L lanes) {
     else return from_bytes<S>(load_bytes(p, lanes));
   }
 #endif
+#if defined(CPU_CAPABILITY_AVX2) && !defined(CPU_CAPABILITY_AVX512)
+  if constexpr (is_half<T, S> && is_all<L>) return widen<S>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
 #if !defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, int32_t> && is_all<L>)
     return at::vec::convert<float>(Vectorized<int32_t>::loadu(p));
@@ -302,6 +318,9 @@ inline void store(S* p, Vectorized<T> value, L lanes) {
     if constexpr (is_all<L>) return store_bytes(p, to_bytes<S>(value));
     else return store_bytes(p, to_bytes<S>(value), lanes);
   }
+#endif
+#if defined(CPU_CAPABILITY_AVX2) && !defined(CPU_CAPABILITY_AVX512)
+  if constexpr (is_half<T, S> && is_all<L>) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow<S>(value));
 #endif
   if constexpr (std::is_same_v<S, T> && !std::is_same_v<L, From>) {
     value.store(p, lanes);
@@ -394,6 +413,10 @@ inline void write(S* p, Vectorized<T> value, L lanes, bool past_caches) {
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && is_all<L>) {
     if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0) return _mm256_stream_ps(p, value);
+  }
+  if constexpr (is_half<T, S> && is_all<L>) {
+    if (past_caches && reinterpret_cast<uintptr_t>(p) % 16 == 0)
+      return _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow<S>(value));
   }
 #endif
   store(p, value, lanes);
