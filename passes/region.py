@@ -276,11 +276,9 @@ class Region:
 
     def whole_strides(self, result: Result, extents: Mapping[str, int]) -> tuple[int, ...]:
         """The strides of a tensor that leaves the region."""
-        strides = list(self.strides(result.buffers[0], extents))
-        strides[result.dim : result.dim + 1] = [
-            step // result.stride_of_parts for step in strides[result.dim : result.dim + 1]
-        ]
-        return tuple(strides)
+        steps = enumerate(self.strides(result.buffers[0], extents))
+        count = result.stride_of_parts
+        return tuple(step // count if k == result.dim else step for k, step in steps)
 
     def strides(self, buffer: Buffer, extents: Mapping[str, int]) -> tuple[int, ...]:
         if buffer.strides is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +16,7 @@ from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 HEADS, SIZE = 5, 48
 
@@ -55,6 +60,38 @@ def as_exact(found: Sequence[Tensor], f: Callable[..., Tensor], args: Sequence[T
         few = 8 * torch.finfo(one.dtype).eps * float(exact.abs().max())
         errors = [float((x.double() - exact).abs().max()) for x in (one, eager)]
         assert errors[0] <= 2 * errors[1] + few
+
+
+def many(dtype: torch.dtype) -> list[Tensor]:
+    """Inputs that are written around the caches: more than these hold."""
+    _, w, *_ = inputs(dtype)
+    cos, sin = (torch.randn(60, SIZE).to(dtype) for _ in range(2))
+    return [torch.randn(500, 60, HEADS * SIZE).to(dtype).requires_grad_(), w, cos, sin]
+
+
+TRITON = """
+import sys, torch
+from normpass.backend.run import launch_triton
+inputs = torch.load(sys.argv[1])
+rows = len(inputs[0])
+torch.save(launch_triton.kernel(sys.stdin.read(), (rows,))(inputs, [rows]), sys.argv[1])
+"""
+
+
+def in_triton(inputs: Sequence[Tensor], text: str, folder: Path) -> list[Tensor]:
+    """What a region returns in Triton's interpreter, which is for a whole process."""
+    pytest.importorskip("triton")
+    path = folder / "tensors"
+    torch.save(list(inputs), path)
+    subprocess.run(
+        [sys.executable, "-c", TRITON, str(path)],
+        input=text,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=True,
+    )
+    found: list[Tensor] = torch.load(path)
+    return found
 
 
 def is_joined(fused: Fused, how: str = "joined") -> bool:

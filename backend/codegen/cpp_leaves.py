@@ -105,14 +105,15 @@ class LeafPrinter(Names):
     # -- outputs that take turns in memory
 
     def in_turn(self, nodes: Sequence[Leaf]) -> list[tuple[Store, Store]]:
-        """Of these leaves the stores whose lanes take turns."""
+        """Of these leaves the pairs of stores whose lanes take turns."""
         stores = {
             node.access.buffer.name: node
             for node in nodes
             if isinstance(node, Store) and node.access.strides.get(self.along) == 2
         }
-        pairs = [join.outputs for join in self.plan.region.joins if join.in_turn]
-        return [(stores[x], stores[y]) for x, y in pairs if {x, y} <= stores.keys()]
+        joined = [join.outputs for join in self.plan.region.joins if join.in_turn]
+        pairs = [names for names in joined if len(names) == 2 and stores.keys() >= set(names)]
+        return [(stores[x], stores[y]) for x, y in pairs]
 
     def leaves(self, nodes: Sequence[Leaf], crossed: Sequence[Leaf] = ()) -> None:
         """Leaves one after the other; of two stores that take turns the second writes both.

@@ -156,5 +156,5 @@ class Layouts:
 
 def _of_parts(result: Result, strides: Strides) -> Strides:
     """The strides of the parts of a result that has these."""
-    steps = enumerate(strides)
-    return tuple(step * (result.stride_of_parts if k == result.dim else 1) for k, step in steps)
+    count = result.stride_of_parts
+    return tuple(step * count if k == result.dim else step for k, step in enumerate(strides))

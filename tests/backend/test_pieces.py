@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from piecewise import HEADS, SIZE, as_exact, both, compiled, heads, inputs, is_joined
+from piecewise import (
+    HEADS,
+    SIZE,
+    as_exact,
+    both,
+    compiled,
+    heads,
+    in_triton,
+    inputs,
+    is_joined,
+    many,
+)
 from torch import Tensor
 
 from normpass.backend.explain import record
@@ -248,9 +256,7 @@ def test_few_rows(f: Callable[..., Tensor], batch: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_than_caches_hold(dtype: torch.dtype) -> None:
     """Written around the caches, where parts begin at addresses that no line of memory does."""
-    args = inputs(dtype)
-    args[0] = torch.randn(500, 60, HEADS * SIZE).to(dtype).requires_grad_()
-    args[2:] = [torch.randn(60, SIZE).to(dtype) for _ in range(2)]
+    args = many(dtype)
     found, fused = compiled(rms_rope, args)
     as_exact(found, rms_rope, args)
     assert all(map(is_joined, fused))
@@ -293,25 +299,8 @@ def test_one_tensor_of_two_outputs(run: str) -> None:
         torch.testing.assert_close(one, exact.float())
 
 
-TRITON = """
-import sys
-import torch
-from normpass.backend.run import launch_triton
-x = torch.load(sys.argv[1])
-torch.save(launch_triton.kernel(sys.stdin.read(), (9,))([x[:, :24], x[:, 24:]], [9]), sys.argv[1])
-"""
-
-
 def test_in_triton(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    x, path = torch.randn(9, 48), tmp_path / "tensors"
-    torch.save(x, path)
-    subprocess.run(
-        [sys.executable, "-c", TRITON, str(path)],
-        input=JOINED,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        check=True,
-    )
-    for one, exact in zip(torch.load(path), exact_halves(x), strict=True):
+    x = torch.randn(9, 48)
+    found = in_triton([x[:, :24], x[:, 24:]], JOINED, tmp_path)
+    for one, exact in zip(found, exact_halves(x), strict=True):
         torch.testing.assert_close(one, exact.float())
