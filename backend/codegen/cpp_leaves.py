@@ -105,15 +105,21 @@ class LeafPrinter(Names):
     # -- outputs that take turns in memory
 
     def in_turn(self, nodes: Sequence[Leaf]) -> list[tuple[Store, Store]]:
-        """Of these leaves the pairs of stores whose lanes take turns."""
+        """Of these leaves the pairs of stores whose lanes take turns: each is a neighbour of one of
+        the other. Two may also take turns along another axis than the lanes.
+        """
         stores = {
             node.access.buffer.name: node
             for node in nodes
             if isinstance(node, Store) and node.access.strides.get(self.along) == 2
         }
-        joined = [join.outputs for join in self.plan.region.joins if join.in_turn]
-        pairs = [names for names in joined if len(names) == 2 and stores.keys() >= set(names)]
-        return [(stores[x], stores[y]) for x, y in pairs]
+        found: list[tuple[Store, Store]] = []
+        for join in self.plan.region.joins:
+            pair = [stores[name] for name in join.outputs if name in stores]
+            strides = [store.access.buffer.strides for store in pair]
+            if join.in_turn and [each and each[join.dim] for each in strides] == [2, 2]:
+                found.append((pair[0], pair[1]))
+        return found
 
     def leaves(self, nodes: Sequence[Leaf], crossed: Sequence[Leaf] = ()) -> None:
         """Leaves one after the other; of two stores that take turns the second writes both.

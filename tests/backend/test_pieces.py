@@ -170,19 +170,33 @@ def test_every_part_of_a_split() -> None:
     assert ["c=16" in each.text for each in decisions if isinstance(each, Fused)] == [True]
 
 
-def test_products_and_truth_values() -> None:
-    """A product over pieces, and truth values beside numbers, which are no region's."""
-
-    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = rotated(F.layer_norm(x, w.shape, w)) * w + x
-        z = y / (1 + y.prod(-1, keepdim=True))
-        return z, torch.cat([(z > 0)[..., :24], z[..., 24:]], -1)
-
-    x, w = torch.randn(64, SIZE), torch.randn(SIZE)
+def fused_of(f: Callable[..., Tensor], *args: Tensor) -> list[Fused]:
+    """The regions of a function whose result is eager mode's."""
     torch._dynamo.reset()
-    found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
-    for one, eager in zip(found, f(x, w), strict=True):
-        torch.testing.assert_close(one, eager)
+    with record.listen() as decisions:
+        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(*args)
+    torch.testing.assert_close(found, f(*args))
+    return [each for each in decisions if isinstance(each, Fused)]
+
+
+def test_a_product_over_pieces() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = rotated(F.layer_norm(x, w.shape, w)) * w.cos() + 1
+        return y / (2 + y.prod(-1, keepdim=True)) + rotated(y)
+
+    fused = fused_of(f, torch.randn(64, SIZE), torch.randn(SIZE) / 8)
+    assert [is_joined(each) and "prod[" in each.text for each in fused] == [True]
+
+
+def test_truth_values_beside_numbers() -> None:
+    """They are no region's: it stays whole."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = F.layer_norm(x, w.shape, w)
+        return torch.cat([(y > 0)[..., :24], y[..., 24:]], -1) * rotated(y)
+
+    fused = fused_of(f, torch.randn(64, SIZE), torch.randn(SIZE))
+    assert not any(map(is_joined, fused))
 
 
 def test_flattened_heads_leave() -> None:
@@ -214,19 +228,17 @@ def test_rows_of_two_dimensions(dynamic: bool) -> None:
     assert [is_joined(each) for each in decisions if isinstance(each, Fused)] == [True]
 
 
-def test_what_dies_is_not_written_over() -> None:
-    """It is as large as a part of the result."""
+@pytest.mark.parametrize("rows", [1, 64])
+def test_what_dies_is_not_written_over(rows: int) -> None:
+    """It is as large as a part of the result; of a single row it also lies as that does."""
 
     def f(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
         y = F.layer_norm(x, w.shape, w)
-        return torch.cat([y[..., 24:] * (a @ b), y[..., :24]], -1) * x
+        return torch.cat([y[..., 512:] * (a @ b), y[..., :512]], -1) * x
 
-    args = [torch.randn(64, SIZE), torch.randn(SIZE), torch.randn(64, 8), torch.randn(8, 24)]
-    torch._dynamo.reset()
-    with record.listen() as decisions:
-        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(*args)
-    torch.testing.assert_close(found, f(*args))
-    assert [is_joined(each) for each in decisions if isinstance(each, Fused)] == [True]
+    x, w = torch.randn(rows, 1024), torch.randn(1024)
+    fused = fused_of(f, x, w, torch.randn(rows, 8), torch.randn(8, 512))
+    assert [is_joined(each) for each in fused] == [True]
 
 
 def test_splits_of_one_part_cut_nothing() -> None:
@@ -234,12 +246,7 @@ def test_splits_of_one_part_cut_nothing() -> None:
         y = F.layer_norm(x, w.shape, w)
         return y.split([SIZE], -1)[0] * x.split([SIZE], -1)[0]
 
-    x, w = torch.randn(64, SIZE), torch.randn(SIZE)
-    torch._dynamo.reset()
-    with record.listen() as decisions:
-        found = torch.compile(f, backend="normpass", options={"least_bytes": 0})(x, w)
-    torch.testing.assert_close(found, f(x, w))
-    assert any(isinstance(each, Fused) for each in decisions)
+    assert fused_of(f, torch.randn(64, SIZE), torch.randn(SIZE))
 
 
 @pytest.mark.parametrize("f", [rms_rope, layer_norm_rope_chunked], ids=lambda f: f.__name__)

@@ -308,3 +308,26 @@ def test_an_outer_dimension_takes_turns(count: int) -> None:
     found, fused = compiled(f, args)
     as_exact(found, f, args)
     assert is_joined(fused[0], "in turn")
+
+
+APART = """
+region outer_pairs
+axes    r=? d=4 v=64 e=2
+input   a: f32[r d e v]
+input   b: f32[r d e v]
+m       = sum[v](a)
+one     = gt(a, m)
+two     = lt(b, m)
+output  y0: b8[r d v e] (1024, 256, 2, 1) = one
+output  y1: b8[r d v e] (1024, 256, 2, 1) = two
+in turn y0 y1 [1]
+"""
+
+
+def test_lanes_along_another_axis_than_what_takes_turns() -> None:
+    """Every second element as well, but none is a neighbour of one of the other output."""
+    a, b = torch.randn(3, 4, 2, 64), torch.randn(3, 4, 2, 64)
+    (found,) = region_op([a, b], [3], APART)
+    sums = a.double().sum(-1, keepdim=True)
+    exact = torch.stack([a > sums, b < sums], 2).flatten(1, 2).transpose(-1, -2)
+    assert torch.equal(found, exact)
