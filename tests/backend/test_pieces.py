@@ -135,6 +135,15 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a part leaves": lambda x, w: F.layer_norm(x, w.shape, w).chunk(2, -1),
     "one part": lambda x, w: F.layer_norm(x, w.shape, w)[..., :24] * 2,
     "longer than a row": lambda x, w: torch.cat([F.layer_norm(x, w.shape, w), x], -1),
+    "a part that meets another leaves": lambda x, w: (
+        lambda y: (y[..., :24] * y[..., 24:], y[..., :24])
+    )(F.layer_norm(x, w.shape, w)),
+    "a result of a split leaves": lambda x, w: (
+        lambda first, last: (first * last, last @ x[:24, :24])
+    )(*F.layer_norm(x, w.shape, w).split([24, 24], -1)),
+    "rows are halved": lambda x, w: (lambda y: torch.cat([-y[32:], y[:32]]) + y)(
+        F.layer_norm(x, w.shape, w)
+    ),
     "rows are cut": lambda x, w: torch.roll(F.layer_norm(x, w.shape, w), 3, 0) * 2,
     "many pieces": lambda x, w: (lambda y: y + torch.cat([y[..., 1:], y[..., :1]], -1))(
         F.layer_norm(x, w.shape, w)
@@ -186,6 +195,17 @@ def test_a_product_over_pieces() -> None:
 
     fused = fused_of(f, torch.randn(64, SIZE), torch.randn(SIZE) / 8)
     assert [is_joined(each) and "prod[" in each.text for each in fused] == [True]
+
+
+def test_positions_are_those_of_the_whole_row() -> None:
+    """Integers are not cut: the first of a second piece would be the number 0."""
+
+    def f(x: Tensor, w: Tensor, word: Tensor) -> Tensor:
+        hot = torch.where(word[:, None] == torch.arange(SIZE), 1.0, 0.0)
+        y = F.layer_norm(x, w.shape, w) - hot
+        return rotated(y) * w + y - (y * hot).sum(-1, keepdim=True)
+
+    fused_of(f, torch.randn(64, SIZE), torch.randn(SIZE), torch.arange(64) % SIZE)
 
 
 def test_truth_values_beside_numbers() -> None:
