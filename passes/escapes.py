@@ -125,7 +125,8 @@ def _is_value(node: Node) -> bool:
         kind_of(node) is not Kind.VIEW
         and isinstance(node.meta["val"], torch.Tensor)
         and any(
-            isinstance(arg.meta.get("val"), torch.Tensor | tuple) for arg in node.all_input_nodes
+            isinstance(arg.meta.get("val"), torch.Tensor | tuple | list)  # a split has a list
+            for arg in node.all_input_nodes
         )
     )
 
