@@ -414,10 +414,6 @@ inline void write(S* p, Vectorized<T> value, L lanes, bool past_caches) {
   if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && is_all<L>) {
     if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0) return _mm256_stream_ps(p, value);
   }
-  if constexpr (is_half<T, S> && is_all<L>) {
-    if (past_caches && reinterpret_cast<uintptr_t>(p) % 16 == 0)
-      return _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow<S>(value));
-  }
 #endif
   store(p, value, lanes);
 }
