@@ -212,6 +212,16 @@ class Region:
     def producer(self) -> Mapping[str, Op]:
         return {op.name: op for op in self.ops}
 
+    def behind(self, value: Arg) -> list[Op]:
+        """The ops that a value is made by."""
+        stack, seen = [value], list[Op]()
+        while stack:
+            op = self.producer.get(str(stack.pop()))
+            if op and op not in seen:
+                seen.append(op)
+                stack += op.args
+        return seen
+
     @cached_property
     def varies(self) -> Mapping[str, frozenset[str]]:
         """The axes over which each value differs."""

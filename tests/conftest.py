@@ -118,3 +118,11 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache for what Triton compiles."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1 is set: nothing compiles in this process")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))

@@ -46,8 +46,8 @@ SMALL_BLOCKS = Blocking(
     row_block=(2, 4),
     narrow=3,
     column_block=(2, 4),
-    variance=8,
-    variance_block=256,
+    sweep=8,
+    sweep_block=256,
     least=2,
 )
 COMBINE = {"sum": np.add, "prod": np.multiply, "amax": np.maximum, "amin": np.minimum}

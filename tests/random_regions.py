@@ -157,6 +157,9 @@ class _Builder:
         recent = names[-3:] if self.draw(st.booleans()) else names
         return self.draw(st.sampled_from(recent))
 
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(self.op(k) for k in range(self.draw(st.integers(2, 9))))
+
     def op(self, k: int) -> Op:
         draw, name = self.draw, f"v{k}"
         if draw(st.integers(0, 2)) == 0:
@@ -223,11 +226,43 @@ class _Grouped(_Builder):
         return [axis for axis in axes if axis in inside]
 
 
+class _Chained(_Builder):
+    """With a variance or a sum of exponentials in the middle: reductions that need another."""
+
+    def ops(self) -> tuple[Op, ...]:
+        draw = self.draw
+        before = [self.op(k) for k in range(draw(st.integers(0, 2)))]
+        value = draw(st.sampled_from([v for v, axes in self.varies.items() if axes]))
+        axes = tuple(self.reduced([axis for axis in AXES if axis in self.varies[value]]))
+        chain: list[Op] = []
+        if axes and draw(st.booleans()):
+            chain = [
+                Op("first", "sum", (value,), axes),
+                Op("mean", "mul", ("first", draw(st.sampled_from([0.1, 0.003])))),
+                Op("less", "sub", (value, "mean")),
+                Op("square", "mul", ("less", "less")),
+                Op("second", "sum", ("square",), axes),
+            ]
+        elif axes:
+            chain = [
+                Op("first", "amax", (value,), axes),
+                Op("less", "sub", (value, "first")),
+                Op("exp", "exp", ("less",)),
+                Op("second", "sum", ("exp",), axes),
+            ]
+        for op in chain:
+            left = self.varies[value] - set(axes)
+            inner = op.fn in ("exp", "sub") or op.name == "square"
+            self.varies[op.name] = self.varies[value] if inner else left
+        after = range(len(before), len(before) + draw(st.integers(1, 4)))
+        return (*before, *chain, *(self.op(k) for k in after))
+
+
 @st.composite
 def cases(draw: DrawFn, builders: type[_Builder] = _Builder) -> Case:
     builder = builders(draw)
     inputs = tuple(builder.input(k) for k in range(draw(st.integers(1, 4))))
-    ops = tuple(builder.op(k) for k in range(draw(st.integers(2, 9))))
+    ops = builder.ops()
     last = ops[-1].name
     others = [op.name for op in ops[:-1]]
     chosen = [last, *draw(st.lists(st.sampled_from(others), max_size=2, unique=True))]
@@ -250,6 +285,10 @@ def cases(draw: DrawFn, builders: type[_Builder] = _Builder) -> Case:
 
 def grouped_cases() -> st.SearchStrategy[Case]:
     return cases(_Grouped)
+
+
+def chained_cases() -> st.SearchStrategy[Case]:
+    return cases(_Chained)
 
 
 # ---- tensors

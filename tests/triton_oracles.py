@@ -67,6 +67,18 @@ def batch_norm_backward(dy: Tensor, w: Tensor, x: Tensor, mean: Tensor, rstd: Te
     return dx, (dy * x_hat).sum((0, 2)), dy.sum((0, 2))
 
 
+def batch_norm(x: Tensor) -> Any:
+    """x: r c s"""
+    var, mean = torch.var_mean(x, (0, 2), correction=0)
+    rstd = (var + 1e-5).rsqrt()
+    return (x - mean[:, None]) * rstd[:, None], mean, rstd
+
+
+def batch_norm_channels_last(x: Tensor) -> Any:
+    y, mean, rstd = batch_norm(x.movedim(-1, 1))
+    return y.movedim(1, -1), mean, rstd
+
+
 def channels_last(oracle: Callable[..., Any]) -> Callable[..., Any]:
     """The oracle for activations r s c."""
 

@@ -201,6 +201,25 @@ output  grad_w: %W[c] = ds
 output  grad_b: %W[c] = db
 """
 
+BATCH_NORM = """
+region batch_norm
+axes    r=%R c=%C s=%V
+input   x: %T[%X]
+n       = numel[r s]()
+sum     = sum[r s](x)
+mean    = div(sum, n)
+sub     = sub(x, mean)
+square  = mul(sub, sub)
+total   = sum[r s](square)
+var     = div(total, n)
+add     = add(var, 1e-05)
+rstd    = rsqrt(add)
+y       = mul(sub, rstd)
+output  y0: %T[%X] = y
+output  y1: %S[c] = mean
+output  y2: %S[c] = rstd
+"""
+
 # Three inner levels and an outer sum of what follows them, like layer norm's double backward.
 THREE_LEVELS = """
 region three_levels

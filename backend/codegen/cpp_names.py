@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 
-from normpass.backend.codegen.text import factor, index_expression
+from normpass.backend.codegen.text import extent_name, factor, index_expression
 from normpass.backend.program.pointwise import truth_values
 from normpass.backend.program.tree import Abreast, Jam
 
@@ -79,9 +79,7 @@ class Names:
             self.line(f"const {self.type_of(value)} {value} = {expression};")
 
     def extent(self, axis: LoopAxis) -> str:
-        """The name of an extent. That of a block of a run-time size is not the size's."""
-        is_size = axis.blocks is not None and axis.name in self.region.runtime_sizes
-        return f"block_{axis.name}" if is_size else f"n_{axis.name}"
+        return extent_name(axis, self.region)
 
     def offset(self, strides: Mapping[str, sympy.Expr]) -> str:
         terms = []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import sympy
 import torch
+
+if TYPE_CHECKING:
+    from normpass.backend.program.tree import LoopAxis
+    from normpass.passes.region import Region
 
 
 class Spelling(NamedTuple):
@@ -33,9 +37,9 @@ TYPES = {
 }
 
 
-def index_expression(expression: sympy.Expr) -> str:
-    """A size as C++ or Python text: sums of products of integers and `n_<name>`, divided by an
-    integer if need be.
+def index_expression(expression: sympy.Expr, over: str = "/") -> str:
+    """A size as text: sums of products of integers and `n_<name>`, divided by an integer if need
+    be. over: the operator that divides integers, `//` in Python.
     """
     expression = sympy.expand(expression)
     terms = []
@@ -45,8 +49,14 @@ def index_expression(expression: sympy.Expr) -> str:
         for factor in sympy.Mul.make_args(numerator):
             base, power = factor.as_base_exp()
             factors += [f"n_{base}" if base.is_Symbol else str(base)] * int(power)
-        terms.append(" * ".join(factors) + (f" / {divisor}" if divisor != 1 else ""))
+        terms.append(" * ".join(factors) + (f" {over} {divisor}" if divisor != 1 else ""))
     return " + ".join(terms)
+
+
+def extent_name(axis: LoopAxis, region: Region) -> str:
+    """What an extent is called. That of a block of a run-time size is not the size's."""
+    is_size = axis.blocks is not None and axis.name in region.runtime_sizes
+    return f"block_{axis.name}" if is_size else f"n_{axis.name}"
 
 
 def factor(text: str) -> str:

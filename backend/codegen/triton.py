@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.text import TYPES, index_expression
+from normpass.backend.codegen.text import TYPES
 from normpass.backend.codegen.triton_kernel import Kernel, KernelPrinter
-from normpass.backend.codegen.triton_layout import Names, divide_up, times
+from normpass.backend.codegen.triton_layout import Names, divide_up, size_text, times
 from normpass.backend.program.tree import SHARED
 from normpass.passes.region import product
 
@@ -96,7 +96,7 @@ def _launch(printer: KernelPrinter, parts: dict[str, str]) -> list[str]:
     lines, grid = [], tiles
     if blocks.shares:
         programs = times("processors", str(blocks.programs))
-        extent = index_expression(product(printer.plan.axis[a].extent for a in blocks.shares))
+        extent = size_text(product(printer.plan.axis[a].extent for a in blocks.shares))
         count = divide_up(extent, blocks.size[SHARED], "triton.cdiv")
         lines.append(f"shares_{number} = lib.share_count({programs}, {tiles}, {count})")
         grid = times(f"shares_{number}", tiles)

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from normpass.backend.codegen.text import TYPES, index_expression
-from normpass.backend.codegen.triton_layout import WIDE, divide_up, times
+from normpass.backend.codegen.text import TYPES, extent_name
+from normpass.backend.codegen.triton_layout import WIDE, divide_up, size_text, times
 from normpass.backend.codegen.triton_leaves import LeafPrinter
 from normpass.backend.program.tree import SHARED, Loop
 from normpass.passes.region import product
@@ -68,8 +68,8 @@ class KernelPrinter(LeafPrinter):
         """Definitions of the extents that the text uses and that are not literals."""
         lines = []
         for axis in self.plan.axes:
-            name = f"n_{axis.name}"
-            if name in self.used and index_expression(axis.extent) != name:
+            name = extent_name(axis, self.region)
+            if name in self.used and size_text(axis.extent) != name:
                 expression = self.size(axis.extent)
                 if axis.extent.is_number:
                     expression = f"tl.full([], {expression}, tl.int64)"

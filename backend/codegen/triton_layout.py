@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from normpass.backend.codegen.text import factor, index_expression
+from normpass.backend.codegen.text import extent_name, factor, index_expression
 from normpass.backend.program.tree import SHARED, Launch, Load, LoopAxis, Plan, Store, walk
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ WIDE = 2**31
 RESERVED = frozenset({"tl", "lib", "libdevice", "triton", "torch", "float", "range"})
 RESERVED |= {"program", "share", "shares", "first", "last", "rows", "row", "part"}
 RESERVED |= {"row_0", "part_0", "mask_row", "mask_part"}
+
+
+def size_text(expression: sympy.Expr) -> str:
+    """A size in a kernel or its launcher."""
+    return index_expression(expression, "//")
 
 
 def times(*factors: str) -> str:
@@ -65,6 +70,7 @@ class Names:
         taken |= {f"{prefix}_{v}" for v in values for prefix in ("p", "acc", "parts", "kept")}
         taken |= {f"p_{output.buffer.name}" for output in region.outputs}
         taken |= {f"n_{name}" for name in (*axes, *region.runtime_sizes)}
+        taken |= {extent_name(axis, region) for axis in plan.axes}
         taken |= {f"mask_{axis}" for axis in axes} | {f"{axis}_0" for axis in axes}
         self.axis = {axis: self._free(axis, taken) for axis in axes}
         self.value = {value: self._free(value, taken) for value in values}
@@ -139,13 +145,13 @@ class Layout:
         """A size in a kernel."""
         for symbol in sympy.sympify(expression).free_symbols:
             self.use(f"n_{symbol}")
-        return index_expression(expression)
+        return size_text(expression)
 
     def extent(self, axis: str) -> str:
         """An extent in a kernel: a literal, or a name of 64 bits."""
-        expression = self.plan.axis[axis].extent
-        literal = expression.is_number and not self.wide(axis)
-        return str(expression) if literal else self.use(f"n_{axis}")
+        of = self.plan.axis[axis]
+        literal = of.extent.is_number and not self.wide(axis)
+        return str(of.extent) if literal else self.use(extent_name(of, self.plan.region))
 
     def wide(self, axis: str) -> bool:
         """Whether offsets along an axis need 64 bits."""
@@ -164,7 +170,7 @@ class Layout:
         fixed, factors = 1, []
         for axis in axes:
             kernel = cdiv == "tl.cdiv"
-            extent = self.extent(axis.name) if kernel else index_expression(axis.extent)
+            extent = self.extent(axis.name) if kernel else size_text(axis.extent)
             text = divide_up(factor(extent), self.blocks.size[axis.name], cdiv)
             if text.isdigit():
                 fixed *= int(text)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normpass.backend.codegen.text import TYPES, factor, index_expression
-from normpass.backend.codegen.triton_layout import is_power_of_two, number, times
+from normpass.backend.codegen.text import TYPES, factor
+from normpass.backend.codegen.triton_layout import is_power_of_two, number, size_text, times
 from normpass.backend.codegen.triton_program import ProgramPrinter
 from normpass.backend.program.pointwise import POINTWISE, truth_values
 from normpass.backend.program.reductions import REDUCTIONS
@@ -197,7 +197,7 @@ class LeafPrinter(ProgramPrinter):
 
     def space_size(self, space: Workspace) -> str:
         """Elements of an array, of each program's own if it has one, as the launcher says it."""
-        return factor(index_expression(self.array_size(space.axes)))
+        return factor(size_text(self.array_size(space.axes)))
 
     def array(self, accumulator: Accumulator) -> str:
         """The address of an accumulator's element in global memory."""

@@ -189,6 +189,7 @@ def choose_order(
     late = _added_up_last(region, axes, outer, vector, machine)
     outer.sort(key=lambda axis: axis.name in late)
     inner = sorted((a for a in axes if a.name in local), key=stride, reverse=True)
+    inner.sort(key=lambda axis: not axis.outermost)
     pieces = product(a.hint for a in outer if a.name != vector)
     only_lanes = [a.name for a in outer] == [vector]
     if inner and only_lanes and machine.blocking and outer[0].hint > machine.blocking.narrow:

@@ -46,12 +46,12 @@ def row_blocks(
     """The size of blocks of rows, where rows are what lanes run along and too few for the machine,
     or too long for its caches and added to others; None where rows stay whole.
     """
-    blocking = machine.blocking
-    if blocking is None or local_axes(region) != {vector}:
+    blocking, local = machine.blocking, local_axes(region)
+    if blocking is None or vector not in local:
         return None
     (lanes,) = (axis for axis in axes if axis.name == vector)
     rows = [axis for axis in axes if axis.name != vector]
-    if not rows or lanes.hint < blocking.long_row:
+    if not rows:
         return None
     added_up = any(
         op.is_reduction and vector not in op.axes and vector in region.varies[op.name]
@@ -62,10 +62,15 @@ def row_blocks(
         for access in accesses.values()
         if vector in access.strides and len(access.strides) > 1
     )
-    few = product(axis.hint for axis in rows) < machine.workers
-    if few or (added_up and row > blocking.row_bytes):
-        return block_size(lanes, *blocking.row_block)
-    return None
+    count = product(axis.hint for axis in rows)
+    few = count < machine.workers and lanes.hint >= blocking.long_row
+    long = added_up and local == {vector} and row > blocking.row_bytes
+    if not few and not long:
+        return None
+    least, most = blocking.row_block
+    # What is added to others is complete block by block: its rows are gone through one by one.
+    enough = lanes.hint * (1 if added_up else count) // machine.workers
+    return block_size(lanes, least, max(least, min(most, enough)))
 
 
 def column_blocks(
@@ -76,11 +81,12 @@ def column_blocks(
     machine: Machine,
 ) -> tuple[str, int] | None:
     """The axis that all of the loops' sums run over, and the size of its blocks, where lanes are
-    few: a block's loop stands inside of that over lanes, and adds up in registers.
+    few: a block's loop stands inside of that over lanes, and adds up in registers. A GPU's programs
+    do that anyway.
     """
     blocking, local = machine.blocking, local_axes(region)
     (lanes,) = (axis for axis in axes if axis.name == vector)
-    if blocking is None or lanes.hint > blocking.narrow or vector in local:
+    if blocking is None or machine.tiling or lanes.hint > blocking.narrow or vector in local:
         return None
     first = choose_order(region, axes, accesses, vector, machine)[0]
     size = block_size(first, *blocking.column_block) if local == {first.name} else None

@@ -54,6 +54,7 @@ class _Splitter:
         self.scalars: dict[str, Leaf] = {}
         self.stores: list[Store] = []
         self.finished: dict[int, list[Accumulator]] = {}  # by the number of loops before
+        self.combined: set[str] = set()
         for node in plan.body:
             self.sort(node)
 
@@ -124,10 +125,11 @@ class _Splitter:
     ) -> Launch:
         """The launch that combines partial results, with later loops that only use them."""
         names = [accumulator.op.name for accumulator in group]
+        self.combined |= set(names)
         body: list[Node] = [Recall(name, axes, True) for name in names]
         for k in range(position, len(self.loops)):
             outer, leaves = flatten(self.loops[k])
-            if k not in taken and axes and self.is_epilogue(k, outer, leaves, axes, names):
+            if k not in taken and axes and self.is_epilogue(outer, leaves, axes):
                 taken.add(k)
                 body += [node for node in leaves if node not in body]
         later = [self.loops[k] for k in range(position, len(self.loops)) if k not in taken]
@@ -137,18 +139,16 @@ class _Splitter:
 
     def is_epilogue(
         self,
-        k: int,
         outer: tuple[LoopAxis, ...],
         leaves: tuple[Node, ...],
         axes: tuple[str, ...],
-        names: Sequence[str],
     ) -> bool:
-        """Whether a loop needs nothing but these results and inputs."""
+        """Whether a loop needs nothing but inputs and results that are combined by then."""
         recalled = {node.value for node in leaves if isinstance(node, Recall)}
         return (
             tuple(axis.name for axis in outer) == axes
             and not any(isinstance(node, (Loop, Accumulate)) for node in leaves)
-            and recalled <= set(names)
+            and recalled <= self.combined
             and not any(isinstance(leaf, Recall) for leaf in self.needed(leaves))
         )
 

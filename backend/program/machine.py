@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 # Below this many elements a second worker of a CPU costs more than it brings.
@@ -36,7 +37,8 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Blocking:
-    """The numbers behind axes in blocks (blocks.py, variances.py), for caches of 32 KiB and 1 MiB.
+    """The numbers behind axes in blocks (blocks.py, sweeps.py). Those given here are for a CPU's
+    caches of 32 KiB and 1 MiB.
 
     long_row: rows of at least so many elements are divided among workers if they are few.
     row_bytes: rows whose tensors take more have left a core's caches when they are read again.
@@ -45,9 +47,9 @@ class Blocking:
     no difference. narrow: so many lanes are few, and their rows are added up in registers. Measured
     for a batch norm of 16 channels: 1.4x as fast as adding each row to an array in memory, with
     blocks of 256 to 4096 rows; of 64 channels 0.7x. column_block: least and most rows of a block
-    that lanes add up: more would lose digits (CASCADE in normpass.h). variance: bytes of what a
-    variance is of that are found again in a worker's caches. variance_block: bytes of a block of
-    more, in cache for its second sum. least: numbers that a block has at least for each that it
+    that lanes add up: more would lose digits (CASCADE in normpass.h). sweep: bytes of what is
+    reduced twice that are found again in a worker's caches. sweep_block: bytes of a block of more,
+    in cache for its second reduction. least: numbers that a block has at least for each that it
     leaves.
     """
 
@@ -56,8 +58,8 @@ class Blocking:
     row_block: tuple[int, int] = (512, 2048)
     narrow: int = 32
     column_block: tuple[int, int] = (64, 256)
-    variance: int = 512 * 1024
-    variance_block: int = 128 * 1024
+    sweep: int = 512 * 1024
+    sweep_block: int = 128 * 1024
     least: int = 32
 
 
@@ -91,5 +93,18 @@ CPU = Machine(
     blocking=Blocking(),
 )
 # Memory between phases is dearer than any function there; what fits in registers is not computed
-# twice anyway.
-GPU = Machine(workers=256, kept=0, tiling=Tiling())
+# twice anyway. The rows that all programs work on stay in a second-level cache of 50 MB if one is
+# of row_bytes; in registers a row of 48 Ki numbers does (Tiling.resident). A block of a row is
+# one of a program's chunks at most. However many lanes there are, a program has a few of them.
+GPU = Machine(
+    workers=256,
+    kept=0,
+    blocking=Blocking(
+        row_bytes=192 * 1024,
+        row_block=(128, 4096),
+        narrow=sys.maxsize,
+        sweep=48 * 1024 * 4,
+        sweep_block=4096 * 4,
+    ),
+    tiling=Tiling(),
+)

@@ -27,9 +27,9 @@ from normpass.backend.program.regroup import regroup
 from normpass.backend.program.rows import with_rows_together
 from normpass.backend.program.schedule import Scheduler
 from normpass.backend.program.sums import with_sums
+from normpass.backend.program.sweeps import sweeps_in_blocks
 from normpass.backend.program.tiles import with_blocks
 from normpass.backend.program.tree import LoopAxis, Plan
-from normpass.backend.program.variances import variances_in_blocks
 from normpass.backend.program.verify import verified
 from normpass.backend.program.workspaces import with_workspaces
 
@@ -74,7 +74,7 @@ def placed(region: Region, machine: Machine, classes: Sequence[SizeClass] = ()) 
         region, axes, accesses = in_blocks(region, axes, accesses, vector, size, outermost=True)
     if found := column_blocks(region, axes, accesses, vector, machine):
         region, axes, accesses = in_blocks(region, axes, accesses, *found)
-    region, axes, accesses = variances_in_blocks(region, axes, accesses, vector, machine)
+    region, axes, accesses = sweeps_in_blocks(region, axes, accesses, vector, machine)
     local = local_axes(region)
     order = (*choose_order(region, axes, accesses, vector, machine), *small)
     region = split_reductions(region, order)

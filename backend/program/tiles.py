@@ -6,14 +6,24 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from normpass.backend.program.tree import SHARED, Blocks, Launch, Load, Plan, walk
+from normpass.backend.program.tree import (
+    SHARED,
+    Accumulate,
+    Blocks,
+    Keep,
+    Launch,
+    Load,
+    Loop,
+    Plan,
+    walk,
+)
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from normpass.backend.program.machine import Tiling
-    from normpass.backend.program.tree import LoopAxis
+    from normpass.backend.program.tree import LoopAxis, Node
 
 
 def with_blocks(plan: Plan, tiling: Tiling) -> Plan:
@@ -37,11 +47,11 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
     if lanes:
         narrow = launch.inner or launch.combined
         size[lanes.name] = min(padded(lanes), tiling.narrow if narrow else tiling.lanes)
-    resident = _fits(launch, product(size.values()), tiling)
+    rows = _of_rows(launch)
+    resident = _fits(launch, rows, product(size.values()), tiling)
     if resident:
-        size |= {axis.name: padded(axis) for axis in launch.inner}
-    else:
-        size |= _streamed(launch, tiling, product(size.values()))
+        size |= {axis.name: padded(axis) for axis in rows}
+    size |= _streamed(launch, size, tiling)
     room = max(1, tiling.tile // product(size.values()))
     parts = room if launch.combined else 1
     if not launch.combined:
@@ -49,7 +59,9 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
     elements = product(size.values()) * parts
     warps = power_of_two(max(1, elements // (32 * tiling.per_thread)), down=True)
     warps = min(warps, tiling.most_warps)
-    held = frozenset(axis.name for axis in launch.inner if resident or _covers(axis, size))
+    held = frozenset(
+        axis.name for axis in launch.inner if (resident and axis in rows) or _covers(axis, size)
+    )
     return Blocks(shares, size, held, parts, warps, max(1, tiling.warps // warps))
 
 
@@ -84,11 +96,36 @@ def _lane_axis(plan: Plan, launch: Launch, tiles: list[LoopAxis]) -> LoopAxis | 
     return tiles[-1] if launch.combined and tiles else None
 
 
-def _fits(launch: Launch, beside: int, tiling: Tiling) -> bool:
+def _of_rows(launch: Launch) -> tuple[LoopAxis, ...]:
+    """The inner axes along which a program comes to the same elements again: there are several
+    loops over them, or arrays along them that innermost loops add to. Of the others it needs no
+    more than a block at a time.
+    """
+    loops = [node for node in walk(*launch.body) if isinstance(node, Loop)]
+    times = Counter(loop.axis.name for loop in loops)
+    arrays: set[str] = set()
+    for body in (launch.body, *(loop.body for loop in loops)):
+        if not any(isinstance(node, Loop) for node in body):
+            arrays.update(*map(_array_axes, body))
+    return tuple(axis for axis in launch.inner if times[axis.name] > 1 or axis.name in arrays)
+
+
+def _array_axes(node: Node) -> tuple[str, ...]:
+    """The axes of the array that a leaf writes to, if each program has one."""
+    match node:
+        case Accumulate(accumulator):
+            return accumulator.axes
+        case Keep(_, axes, shared):
+            return () if shared else axes
+        case _:
+            return ()
+
+
+def _fits(launch: Launch, rows: Sequence[LoopAxis], beside: int, tiling: Tiling) -> bool:
     """Whether what a program must hold of its row fits in registers: inputs that several phases
     read, and the accumulators along the row."""
-    inner = {axis.name: axis for axis in launch.inner}
-    if any(axis.most is None for axis in inner.values()):
+    inner = {axis.name: axis for axis in rows}
+    if any(axis.most is None for axis in rows):
         return False
 
     def elements(axes: Iterable[str]) -> int:
@@ -104,19 +141,21 @@ def _fits(launch: Launch, beside: int, tiling: Tiling) -> bool:
     return max(held, whole) <= tiling.resident
 
 
-def _streamed(launch: Launch, tiling: Tiling, beside: int) -> dict[str, int]:
-    """Blocks of a long row: short axes with arrays along them first, then from the inside."""
+def _streamed(launch: Launch, size: Mapping[str, int], tiling: Tiling) -> dict[str, int]:
+    """Blocks of what has no size yet, as a long row: short axes with arrays along them first, then
+    from the inside.
+    """
     arrays = {axis for accumulator in launch.shared for axis in accumulator.axes}
-    inward = list(reversed(launch.inner))
+    inward = [axis for axis in reversed(launch.inner) if axis.name not in size]
     order = sorted(
         inward,
         key=lambda a: not (a.name in arrays and a.most is not None and padded(a) <= tiling.kept),
     )
-    room, size = max(1, tiling.chunk // beside), {}
+    room, sizes = max(1, tiling.chunk // product(size.values())), {}
     for axis in order:
-        size[axis.name] = min(padded(axis), room)
-        room //= size[axis.name]
-    return size
+        sizes[axis.name] = min(padded(axis), room)
+        room //= sizes[axis.name]
+    return sizes
 
 
 def _widen(

@@ -16,7 +16,7 @@ from snapshots import assert_snapshot
 from normpass.backend.codegen.cpp import generate
 from normpass.backend.program.blocks import block_size
 from normpass.backend.program.listing import listing
-from normpass.backend.program.machine import CPU, GPU
+from normpass.backend.program.machine import CPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.tree import LoopAxis
 from normpass.passes.region_text import parse
@@ -197,9 +197,76 @@ def test_what_stays_in_cache_has_its_variance_of_the_whole() -> None:
     assert not has_parts(rows)
 
 
-def test_gpus_have_no_blocks() -> None:
-    text, _ = CASES["channels last"]
-    assert axes_of(make_plan(parse(text), GPU)) == ["n", "c"]
+# ---- exponentials
+
+
+SOFTMAX = """\
+region softmax
+axes    r={r} c={c}
+input   x: {dtype}[r c]
+top     = amax[c](x)
+{bounded}
+less    = sub(x, {top})
+e       = exp(less)
+total   = sum[c](e)
+y       = div(e, total)
+log     = log(total)
+output  y0: {dtype}[r c] = y
+output  y1: f32[r 1] = top
+output  y2: f32[r 1] = log
+"""
+# As torch.logsumexp has it, whose result is infinite where the maximum is.
+BOUNDED = "size = abs(top)\nlimitless = eq(size, inf)\nbound = where(limitless, 0.0, top)"
+
+
+def softmax(r: int, c: int, dtype: str = "f32", *, bounded: bool = False) -> str:
+    top = "bound" if bounded else "top"
+    return SOFTMAX.format(r=r, c=c, dtype=dtype, bounded=BOUNDED if bounded else "", top=top)
+
+
+WHOLE = slice(None)
+SPECIAL = [
+    [],
+    [(0, slice(40000), -torch.inf)],  # more than a block
+    [(1, WHOLE, -torch.inf)],
+    [(2, 5, torch.inf), (0, 150000, torch.inf), (0, 7, -torch.inf)],
+    [(1, WHOLE, torch.inf)],
+    [(2, 100000, torch.nan), (1, 5, -torch.inf)],
+]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_exponentials_in_blocks(bounded: bool, dtype: str, workers: int) -> None:
+    text = softmax(3, 262144, dtype, bounded=bounded)
+    assert "total_scale" in {op.name for op in make_plan(parse(text)).region.ops}
+    drawn = torch.randn(3, 262144, generator=torch.Generator().manual_seed(0)) * 20
+    for special in SPECIAL:
+        x = drawn.clone()
+        for row, columns, value in special:
+            x[row, columns] = value
+        x = x.to(KINDS[dtype])
+        y, top, log = launched(text, [x], workers)
+        torch.testing.assert_close(top[:, 0], x.float().amax(1), rtol=0, atol=0, equal_nan=True)
+        if bounded:  # a sum of infinities, and of none
+            finite = torch.where(top.isinf(), 0, top)
+            want = torch.logsumexp(x.double(), 1)
+            torch.testing.assert_close(
+                (log + finite)[:, 0].double(), want, rtol=3e-7, atol=1e-6, equal_nan=True
+            )
+        else:
+            want = torch.softmax(x.double(), 1)
+            rounding = {"f32": 3e-6, "bf16": 2**-8}[dtype]
+            torch.testing.assert_close(y.double(), want, rtol=rounding, atol=1e-30, equal_nan=True)
+
+
+def test_rows_in_cache_are_gone_over_twice() -> None:
+    names = {op.name for op in make_plan(parse(softmax(64, 65536))).region.ops}
+    assert "total_scale" not in names
+
+
+# ---- other dialects
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ MACHINES = {
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-@given(random_regions.cases() | random_regions.grouped_cases())
+@given(random_regions.cases() | random_regions.grouped_cases() | random_regions.chained_cases())
 def test_numpy_loops(machine: str, case: random_regions.Case) -> None:
     extents = min(case.extents, key=lambda extents: product(extents.values()))
     sizes = case.sizes(extents)

@@ -15,6 +15,7 @@ import pytest
 import random_regions
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from numpy_dialect import SMALL_BLOCKS
 
 from normpass.backend.program.machine import CPU
 from normpass.backend.program.plan import make_plan
@@ -25,6 +26,8 @@ from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from normpass.backend.program.machine import Machine
 
 QUIET = {
     "deadline": None,
@@ -84,7 +87,19 @@ def test_random_regions(case: random_regions.Case) -> None:
 @pytest.fixture
 def _sums_last(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However few sums there are, each worker has some of them whole."""
-    machine = replace(CPU, workers=1, partial=0)
+    yield from on(replace(CPU, workers=1, partial=0), monkeypatch)
+
+
+@pytest.fixture(params=[0, 100], ids=["", "few lanes"])
+def _small_blocks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """However short rows are, they are in blocks."""
+    yield from on(replace(CPU, blocking=replace(SMALL_BLOCKS, narrow=request.param)), monkeypatch)
+
+
+def on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are planned for a machine."""
     monkeypatch.setattr(runtime, "CPU", machine)
     runtime.print_kernel.cache_clear()
     yield
@@ -95,6 +110,21 @@ def _sums_last(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @settings(max_examples=25, derandomize=True, **QUIET)
 @given(random_regions.cases())
 def test_random_regions_with_sums_added_up_last(case: random_regions.Case) -> None:
+    check(case)
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@settings(max_examples=20, derandomize=True, **QUIET)
+@given(random_regions.chained_cases())
+def test_random_chains_in_blocks(case: random_regions.Case) -> None:
+    check(case)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("_small_blocks")
+@settings(max_examples=200, print_blob=True, **QUIET)
+@given(random_regions.chained_cases() | random_regions.cases())
+def test_many_random_regions_in_blocks(case: random_regions.Case) -> None:
     check(case)
 
 

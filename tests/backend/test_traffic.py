@@ -152,9 +152,14 @@ def test_programs_read_what_they_hold_once() -> None:
     assert (found.passes, found.launches, found.workers) == (1, 2, 4)
 
 
-@pytest.mark.parametrize(("cache", "passes"), [(1 << 25, 1), (4 << 20, 1), ((4 << 20) - 1, 3)])
+PRIME = 2**17 - 1  # no blocks divide it
+
+
+@pytest.mark.parametrize(
+    ("cache", "passes"), [(1 << 25, 1), (8 * 4 * PRIME, 1), (8 * 4 * PRIME - 1, 3)]
+)
 def test_streamed_rows_stay_if_those_of_all_programs_do(cache: int, passes: int) -> None:
-    rows, row = 16, 128 * 1024  # a program has eight warps: eight of them run at once
+    rows, row = 256, PRIME  # a program has eight warps: eight of them run at once
     text = SOFTMAX.replace("r=?", f"r={rows}").replace("c=64", f"c={row}")
     found = traffic(text, [], "cuda", gpu(cache))
     whole = rows * row * 4

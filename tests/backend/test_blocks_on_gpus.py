@@ -1,0 +1,126 @@
+"""Axes in blocks on GPUs: few long rows for all programs, gradients of long rows complete block by
+block, variances in one sweep. What kernels compute is among the cases of test_triton.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from launched import BACKWARD, axes_of, forward
+from triton_ahead import compiled, needs_triton, source, stack_bytes
+
+from normpass.backend.program.machine import GPU
+from normpass.backend.program.plan import make_plan
+from normpass.backend.program.traffic import traffic
+from normpass.passes.cost import Caches, Conditions
+from normpass.passes.region import product
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from normpass.backend.program.tree import Launch, Plan
+
+MULTIPROCESSORS = 132  # of an H100
+
+
+def planned(text: str) -> Plan:
+    return make_plan(parse(text), GPU)
+
+
+def programs(launch: Launch, plan: Plan) -> int:
+    """How many programs there can be at most."""
+    blocks = launch.blocks
+    shares = -(-product(plan.axis[a].hint for a in blocks.shares) // blocks.size.get("", 1))
+    tiles = (a for a in launch.outer if a.name not in blocks.shares)
+    return shares * product(-(-axis.hint // blocks.size[axis.name]) for axis in tiles)
+
+
+def elements(launch: Launch) -> int:
+    return product(axis.hint for axis in (*launch.outer, *launch.inner))
+
+
+FEW = {
+    "layer norm": forward({"r": 3, "c": 262144}, "r c", "c"),
+    "its backward": BACKWARD.format(r=3, c=262144, dtype="f32"),
+    "its backward of bfloat16": BACKWARD.format(r=1, c=1048576, dtype="bf16"),
+    "instance norm of large images": forward({"r": 12, "s": 1048576}, "r s", "s"),
+    "batch norm of few channels": forward({"n": 2, "c": 3, "s": 262144}, "n c s", "n s"),
+    "channels last": forward({"n": 1048576, "c": 3}, "n c", "n"),
+    "a norm of a whole tensor": forward({"c": 4194304}, "c", "c"),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_long_rows_are_divided_among_programs(name: str) -> None:
+    plan = planned(FEW[name])
+    assert axes_of(plan)[0].endswith("_block")
+    large = [launch for launch in plan.launches if elements(launch) >= 500_000]
+    assert len(large) == 2  # over all that is read, and again over what is written
+    assert all(programs(launch, plan) >= MULTIPROCESSORS for launch in large)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "first"),
+    [
+        (4096, 8192, "r"),  # in registers
+        (4096, 16384, "r"),  # in a second-level cache, those of all programs
+        (4096, 32768, "c_block"),
+        (200, 16384, "r"),  # few, and not long
+        (4096, 65537, "r"),  # of no blocks: a prime
+    ],
+)
+def test_rows_that_caches_hold_stay_whole(rows: int, columns: int, first: str) -> None:
+    assert axes_of(planned(BACKWARD.format(r=rows, c=columns, dtype="f32")))[0] == first
+
+
+def test_a_gradient_of_long_rows_is_complete_block_by_block() -> None:
+    """No program has an array as long as a row in memory."""
+    text = source("layer_norm_backward", c="65536").text
+    assert "parts_dw" not in text
+    assert "tl.store(p_grad_w" in text
+
+
+def gpu(cache: int) -> Conditions:
+    return Conditions(Caches(1, cache), 1, 4, calibration=None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        forward({"r": 4096, "c": 65536}, "r c", "c"),
+        forward({"r": 2, "c": 262144}, "r c", "c"),
+        forward({"n": 32, "c": 64, "s": 12544}, "n c s", "n s"),
+        forward({"n": 100352, "c": 64}, "n c", "n"),
+    ],
+)
+def test_variances_take_one_sweep(text: str) -> None:
+    """Memory is gone over for the statistics, and once more for what is written."""
+    plan = planned(text)
+    assert any(op.name.endswith("_lost") for op in plan.region.ops)
+    found = traffic(text, [], "cuda", gpu(1 << 20))
+    whole = product(axis.hint for axis in plan.axes) * 4
+    assert 2 * whole <= found.read <= 2.1 * whole
+    assert found.passes == 2
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("layer_norm_backward", {"r": "3", "c": "262144"}),
+        ("layer_norm_backward", {"r": "?", "c": "65536", "t": "bf16", "w": "f32"}),
+        ("layer_norm_forward", {"r": "3", "c": "262144"}),
+        ("layer_norm_forward", {"r": "4096", "c": "65536", "t": "bf16"}),
+        ("three_levels", {"r": "64", "c": "65536"}),
+        ("softmax", {"r": "8", "c": "262144"}),
+        ("batch_norm", {"r": "3", "c": "6", "v": "36864", "x": "r c s"}),
+        ("batch_norm", {"r": "32", "c": "512", "v": "3136", "x": "r s c", "t": "bf16"}),
+    ],
+)
+def test_nothing_spills(name: str, sizes: dict[str, str], tmp_path: Path) -> None:
+    for capability in (80, 90, 100):
+        for kernel in compiled(source(name, **sizes), capability):
+            assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0

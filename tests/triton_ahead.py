@@ -1,0 +1,82 @@
+"""Triton's compiler without a GPU: what a region's kernels are compiled to."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import triton_regions
+
+from normpass.backend.codegen.triton import generate
+from normpass.backend.program.machine import GPU
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run import launch_triton
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from normpass.backend.codegen.triton import TritonSource
+    from normpass.backend.program.machine import Tiling
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, and it is not installed")
+
+
+def source(name: str, tiling: Tiling | None = None, **changed: str) -> TritonSource:
+    machine = dataclasses.replace(GPU, tiling=tiling) if tiling else GPU
+    return generate(make_plan(parse(region(name, **changed)), machine))
+
+
+def region(name: str, **replace: str) -> str:
+    """The text of a region of triton_regions; see its `fill`."""
+    return triton_regions.fill(getattr(triton_regions, name.upper()), **replace)
+
+
+def compiled(text: TritonSource, capability: int) -> list[Any]:
+    """Every kernel of a module, compiled for a device that need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from normpass.backend.codegen import triton_library
+
+    module = launch_triton.load(text.text)
+    results = []
+    for kernel in text.kernels:
+        # As at run time: tensors begin at multiples of 16 bytes.
+        aligned = {
+            (k,): [["tt.divisibility", 16]]
+            for k, (_, kind) in enumerate(kernel.arguments)
+            if kind.startswith("*")
+        }
+        results.append(
+            triton.compile(
+                ASTSource(getattr(module, kernel.name), dict(kernel.arguments), attrs=aligned),
+                target=GPUTarget("cuda", capability, 32),
+                options={"num_warps": kernel.warps, **triton_library.OPTIONS},
+            )
+        )
+    return results
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Bytes of local memory that a kernel's threads spill to. Skips where no tool tells."""
+    from triton import knobs
+
+    tool = getattr(knobs.nvidia.cuobjdump, "path", None)
+    if tool is None:
+        pytest.skip("Triton has no cuobjdump here")
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    done = subprocess.run(
+        [tool, "-res-usage", str(file)], capture_output=True, text=True, check=False
+    )
+    found = re.search(r"STACK:(\d+)", done.stdout)
+    if found is None:
+        pytest.skip("Triton's cuobjdump does not tell what a kernel spills")
+    return int(found[1])
