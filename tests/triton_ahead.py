@@ -64,19 +64,30 @@ def compiled(text: TritonSource, capability: int) -> list[Any]:
     return results
 
 
-def stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Bytes of local memory that a kernel's threads spill to. Skips where no tool tells."""
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a thread or a program of a kernel takes. registers: of 32 bits, of a thread. shared:
+    bytes of a program. spilled: bytes of local memory, of a thread.
+    """
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+def resources(kernel: Any, folder: Path) -> Resources:
+    """Those of a compiled kernel. Skips where no tool tells."""
     from triton import knobs
 
     tool = getattr(knobs.nvidia.cuobjdump, "path", None)
     if tool is None:
         pytest.skip("Triton has no cuobjdump here")
     file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
+    file.write_bytes(kernel.asm["cubin"])
     done = subprocess.run(
         [tool, "-res-usage", str(file)], capture_output=True, text=True, check=False
     )
-    found = re.search(r"STACK:(\d+)", done.stdout)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
     if found is None:
-        pytest.skip("Triton's cuobjdump does not tell what a kernel spills")
-    return int(found[1])
+        pytest.skip("Triton's cuobjdump does not tell what a kernel takes")
+    return Resources(int(found[1]), kernel.metadata.shared, int(found[2]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from launched import BACKWARD, axes_of, forward
-from triton_ahead import compiled, needs_triton, source, stack_bytes
+from triton_ahead import source
 
 from normpass.backend.program.machine import GPU
 from normpass.backend.program.plan import make_plan
@@ -18,8 +18,6 @@ from normpass.passes.region import product
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from normpass.backend.program.tree import Launch, Plan
 
 MULTIPROCESSORS = 132  # of an H100
@@ -103,24 +101,3 @@ def test_variances_take_one_sweep(text: str) -> None:
     whole = product(axis.hint for axis in plan.axes) * 4
     assert 2 * whole <= found.read <= 2.1 * whole
     assert found.passes == 2
-
-
-@needs_triton
-@pytest.mark.usefixtures("compiler_cache")
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("layer_norm_backward", {"r": "3", "c": "262144"}),
-        ("layer_norm_backward", {"r": "?", "c": "65536", "t": "bf16", "w": "f32"}),
-        ("layer_norm_forward", {"r": "3", "c": "262144"}),
-        ("layer_norm_forward", {"r": "4096", "c": "65536", "t": "bf16"}),
-        ("three_levels", {"r": "64", "c": "65536"}),
-        ("softmax", {"r": "8", "c": "262144"}),
-        ("batch_norm", {"r": "3", "c": "6", "v": "36864", "x": "r c s"}),
-        ("batch_norm", {"r": "32", "c": "512", "v": "3136", "x": "r s c", "t": "bf16"}),
-    ],
-)
-def test_nothing_spills(name: str, sizes: dict[str, str], tmp_path: Path) -> None:
-    for capability in (80, 90, 100):
-        for kernel in compiled(source(name, **sizes), capability):
-            assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0

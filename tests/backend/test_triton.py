@@ -19,8 +19,8 @@ from triton_ahead import (
     compiled,
     needs_triton,
     region,
+    resources,
     source,
-    stack_bytes,
 )
 
 from normpass.backend.codegen.triton import generate
@@ -75,35 +75,6 @@ def test_kernels_compute_random_regions(examples: str) -> None:
 # ---- that they compile
 
 
-REGIONS = {
-    "layer_norm_backward": {"c": "768"},
-    "rms_norm_backward": {"c": "1024", "t": "bf16", "w": "f32"},
-    "modulated_backward": {"c": "768", "t": "bf16", "w": "f32"},
-    "layer_norm_forward": {"c": "1000", "t": "f16"},
-    "softmax": {"c": "?"},
-    "softmax_backward": {"c": "100000"},
-    "softmax_middle": {"c": "77"},
-    "group_norm_backward": {"c": "8", "x": "r s (g d)", "t": "bf16"},
-    "batch_norm_backward": {"c": "64", "x": "r c s"},
-    "three_levels": {"c": "512", "t": "f64"},
-    "masked": {"c": "300"},
-    "one_hot": {"c": "32000", "t": "bf16"},
-    "strided": {"c": "70"},
-    "global": {},
-    "extremes": {"t": "f64"},
-}
-
-
-@needs_triton
-@pytest.mark.usefixtures("compiler_cache")
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("name", REGIONS)
-def test_kernels_compile_ahead_of_time(name: str, capability: int) -> None:
-    assert all(
-        kernel.asm["cubin"] for kernel in compiled(source(name, **REGIONS[name]), capability)
-    )
-
-
 @needs_triton
 @pytest.mark.usefixtures("compiler_cache")
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
@@ -145,7 +116,7 @@ def check_resident(text: TritonSource, folder: Path) -> None:
     """Of one pass: a row's data is loaded once. Skips where the compiler does not tell."""
     assert text.text.count("tl.load(p_x ") == 1
     for kernel in compiled(text, 90):
-        assert stack_bytes(kernel.asm["cubin"], folder) == 0
+        assert resources(kernel, folder).spilled == 0
 
 
 @needs_triton
