@@ -84,6 +84,10 @@ def examples() -> Iterator[Case]:
         yield Case(f"modulated_backward {t}", text, ROWS, oracle)
     text = fill(regions.MODULATED_BACKWARD, c="?", v="?")
     yield Case("some examples", text, ((3, 5, 70), (1, 4, 33)), oracle)
+    for t in ("f32", "bf16"):
+        yield Case(f"two ways {t}", fill(regions.TWO_WAYS, t=t), ROWS, mathematics.two_ways)
+    text = fill(regions.TWO_WAYS, c="?", v="?")
+    yield Case("two ways of run-time sizes", text, ((3, 5, 70), (1, 400, 33)), mathematics.two_ways)
     text = fill(regions.MODULATED_BACKWARD, c="33", v="300")
     yield Case("many examples", text, ((5,),), oracle)
 

@@ -201,6 +201,23 @@ output  grad_w: %W[c] = ds
 output  grad_b: %W[c] = db
 """
 
+# What is added up over rows varies over columns, and the other way round: no program has a share of
+# both.
+TWO_WAYS = """
+region two_ways
+axes    v=%V r=%R c=%C
+input   x: %T[v r c]
+sum     = sum[c](x)
+n       = numel[c]()
+mean    = div(sum, n)
+y       = sub(x, mean)
+of_rows = sum[v](y)
+of_v    = sum[r](y)
+output  o0: %T[v r c] = y
+output  o1: %T[r c] = of_rows
+output  o2: %T[v c] = of_v
+"""
+
 BATCH_NORM = """
 region batch_norm
 axes    r=%R c=%C s=%V

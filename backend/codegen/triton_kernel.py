@@ -94,13 +94,21 @@ class KernelPrinter(LeafPrinter):
     # -- programs
 
     def shares(self) -> None:
-        """The body: once for a tile, or for all rows of a share."""
-        if not self.blocks.shares:
+        """The body: once for a tile, or for all rows of a share, and what is added up in it."""
+        axes, block = self.blocks.shares, self.blocks.size.get(SHARED, 1)
+        if axes:
+            self.share(axes, block)
+        for accumulator in self.launch.shared:
+            self.begin(accumulator)
+        if axes:
+            self.rows(axes, block)
+        else:
             self.body(self.launch.body)
-            return
-        shared = self.launch.shared
-        axes, block = self.blocks.shares, self.blocks.size[SHARED]
-        row = self.names.axis[axes[0]] if len(axes) == 1 else "row"
+        for accumulator in self.launch.shared:
+            self.leave(accumulator)
+
+    def share(self, axes: Sequence[str], block: int) -> None:
+        """From which row to which a program goes."""
         count = " * ".join(self.extent(axis) for axis in axes)
         if not any(self.wide(axis) for axis in axes):
             total = product(int(self.plan.axis[axis].extent) for axis in axes)
@@ -109,8 +117,10 @@ class KernelPrinter(LeafPrinter):
         self.line(f"rows = {times(f'tl.cdiv({blocks}, {self.use(SHARES)})', str(block))}")
         self.line("first = share * rows")
         self.line(f"last = tl.minimum(first + rows, {count})")
-        for accumulator in shared:
-            self.begin(accumulator)
+
+    def rows(self, axes: Sequence[str], block: int) -> None:
+        """The body for each block of a program's rows."""
+        row = self.names.axis[axes[0]] if len(axes) == 1 else "row"
         head = f"{row}_0" if block > 1 else row
         with self.loop(f"for {head} in range(first, last{f', {block}' if block > 1 else ''}):"):
             if block > 1:
@@ -121,8 +131,6 @@ class KernelPrinter(LeafPrinter):
                 self.unravel(row)
             self.body(self.launch.body)
         self.masks.pop(SHARED, None)
-        for accumulator in shared:
-            self.leave(accumulator)
 
     # -- bodies
 

@@ -168,10 +168,11 @@ class LeafPrinter(ProgramPrinter):
 
     def partial(self, accumulator: Accumulator) -> str:
         """The address of a program's own partial result."""
-        index = "share"
+        index = "share" if self.blocks.shares else ""
         for axis in self.beside(accumulator.axes):
             count = self.tiles_text([axis], "tl.cdiv")
-            index = f"({index} * {count} + {self.coordinate(axis)})"
+            number = self.coordinate(axis)
+            index = f"({index} * {count} + {number})" if index else f"({number})"
         return self.part(accumulator, index)
 
     def beside(self, axes: Iterable[str]) -> list[LoopAxis]:
@@ -181,7 +182,7 @@ class LeafPrinter(ProgramPrinter):
     def how_many(self, space: Workspace) -> str:
         """How many partial results there are, as the launcher says it."""
         beside = self.tiles_text(self.beside(space.axes), "triton.cdiv")
-        return times(f"shares_{self.number}", beside)
+        return times(f"shares_{self.number}", beside) if self.blocks.shares else beside
 
     def part(self, accumulator: Accumulator, index: str) -> str:
         """The address of one of several partial results."""
