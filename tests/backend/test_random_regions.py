@@ -114,7 +114,7 @@ def test_random_regions_with_sums_added_up_last(case: random_regions.Case) -> No
 
 
 @pytest.mark.usefixtures("_small_blocks")
-@settings(max_examples=8, derandomize=True, **QUIET)
+@settings(max_examples=20, derandomize=True, **QUIET)
 @given(random_regions.chained_cases())
 def test_random_chains_in_blocks(case: random_regions.Case) -> None:
     check(case)
