@@ -21,8 +21,9 @@ class Tiling:
     lanes: elements along the vector axis where that is divided among programs.
     narrow: the same where the program also owns a local axis; 32 floats are a cache line.
     kept: an axis of at most so many elements is held rather than streamed, if an array runs along
-    it. per_thread: elements of a block for each thread. most_warps: of one program. warps: for
-    each multiprocessor, where rows are shared out among as many programs as run at once."""
+    it. per_thread: registers for each thread of one value of a block. most_warps: of one program.
+    warps: for each multiprocessor, where rows are shared out among as many programs as run at
+    once."""
 
     resident: int = 48 * 1024
     tile: int = 2048

@@ -48,7 +48,8 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
         narrow = launch.inner or launch.combined
         size[lanes.name] = min(padded(lanes), tiling.narrow if narrow else tiling.lanes)
     rows = _of_rows(launch)
-    resident = _fits(launch, rows, product(size.values()), tiling)
+    registers = plan.region.compute_dtype.itemsize // 4  # of an element
+    resident = _fits(launch, rows, product(size.values()) * registers, tiling)
     if resident:
         size |= {axis.name: padded(axis) for axis in rows}
     size |= _streamed(launch, size, tiling)
@@ -57,7 +58,7 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
     if not launch.combined:
         _widen(plan, launch, shares, lanes, size, room)
     elements = product(size.values()) * parts
-    warps = power_of_two(max(1, elements // (32 * tiling.per_thread)), down=True)
+    warps = power_of_two(max(1, elements * registers // (32 * tiling.per_thread)), down=True)
     warps = min(warps, tiling.most_warps)
     held = frozenset(
         axis.name for axis in launch.inner if (resident and axis in rows) or _covers(axis, size)
@@ -123,7 +124,8 @@ def _array_axes(node: Node) -> tuple[str, ...]:
 
 def _fits(launch: Launch, rows: Sequence[LoopAxis], beside: int, tiling: Tiling) -> bool:
     """Whether what a program must hold of its row fits in registers: inputs that several phases
-    read, and the accumulators along the row."""
+    read, and the accumulators along the row. beside: registers for each element of a row.
+    """
     inner = {axis.name: axis for axis in rows}
     if any(axis.most is None for axis in rows):
         return False
