@@ -5,6 +5,7 @@ nothing is copied between them and norms.
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,8 +50,13 @@ CONVOLUTIONS = {
     "transposed": lambda: nn.ConvTranspose1d(CHANNELS, CHANNELS, 4, 2, 1, output_padding=1),
     "transposed groups": lambda: nn.ConvTranspose1d(CHANNELS, CHANNELS, 3, groups=2),
 }
+# Those that differ most; with `make sweep`, all.
+DAILY = ("plain", "depthwise", "transposed")
 CASES = [
-    *((name, torch.float32, False) for name in CONVOLUTIONS),
+    *(
+        pytest.param(name, torch.float32, False, marks=() if name in DAILY else pytest.mark.sweep)
+        for name in CONVOLUTIONS
+    ),
     ("strided", torch.float32, True),
     ("plain", torch.bfloat16, False),
     ("plain", torch.float64, False),
@@ -187,13 +193,21 @@ SOUNDS = {
     "long windows": {"kernel_size": 80, "padding": 40},
 }
 OF_WINDOWS = ("strided", "without padding", "of several")
+DAILY_SOUNDS = [("strided", False), ("strided", True), ("of several", False), ("dilated", False)]
 
 
-@pytest.mark.parametrize("of_sound", [False, True], ids=["weights alone", "of the sound too"])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sweep)], ids=str
+    ("name", "dtype", "of_sound"),
+    [
+        pytest.param(
+            *case,
+            marks=()
+            if case in [(name, torch.float32, of_sound) for name, of_sound in DAILY_SOUNDS]
+            else pytest.mark.sweep,
+        )
+        for case in product(SOUNDS, (torch.float32, torch.bfloat16), (False, True))
+    ],
 )
-@pytest.mark.parametrize("name", SOUNDS)
 def test_sound(name: str, dtype: torch.dtype, of_sound: bool) -> None:
     """Few channels are read: the gradient of the weight is a matrix product, its result's channels
     lie together.

@@ -212,20 +212,22 @@ def compiled(net: nn.Module, backend: str) -> Any:
     return torch.compile(net, backend=backend, options=options)
 
 
-def _is_for_the_sweep(name: str, memory_format: torch.memory_format, *, dynamic: bool) -> bool:
-    """What takes long and goes the way of another: any batch but ResNet's, the one convolution of
-    ViT, the U-Net whose tensors lie as Inductor's do.
-    """
-    last = memory_format is torch.channels_last
-    return name == "vit" or (dynamic and name != "resnet") or (last and name == "unet")
-
-
+# What takes long and goes the way of another is for the sweep: any batch but ResNet's, the second
+# layout of most, the one convolution of ViT, the U-Net whose tensors lie as Inductor's do.
+DAILY = {
+    ("resnet", torch.contiguous_format, False),
+    ("resnet", torch.channels_last, True),
+    ("convnext", torch.channels_last, False),
+    ("unet", torch.contiguous_format, False),
+    ("vgg", torch.channels_last, False),
+    ("speech", torch.contiguous_format, False),
+}
 CASES = [
     pytest.param(
         name,
         memory_format,
         dynamic,
-        marks=[pytest.mark.sweep] * _is_for_the_sweep(name, memory_format, dynamic=dynamic),
+        marks=[pytest.mark.sweep] * ((name, memory_format, dynamic) not in DAILY),
         id=f"{name}-{str(memory_format).partition('.')[2]}{'-any batch' if dynamic else ''}",
     )
     for name in NETS
