@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from snapshots import assert_snapshot
-from triton_ahead import HAS_TRITON, compiled, needs_triton, resources, source
+from triton_ahead import compiled, needs_triton, resources, source
 
 from normpass.decomps.torch_versions import release
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 RECORDED_WITH = (3, 9)  # other compilers need other registers
 CAPABILITIES = (80, 90, 100)
+# Bytes that are spilled with an older one: Triton 3.6's holds this kernel to 128 registers, with
+# which two of its programs fit on a multiprocessor.
+SPILLED = {("layer_norm_backward_long_rows", (3, 6)): 16}
 # By snapshot: a region of triton_regions.py and what is filled in.
 REGIONS = {
     "layer_norm_backward": ("layer_norm_backward", {"c": "768"}),
@@ -59,14 +62,14 @@ REGIONS = {
 def test_resources(name: str, tmp_path: Path) -> None:
     region, sizes = REGIONS[name]
     text = source(region, **sizes)
-    lines = []
+    lines, triton = [], release(version("triton"))[:2]
     for capability in CAPABILITIES:
         for kernel, built in zip(text.kernels, compiled(text, capability), strict=True):
             taken = resources(built, tmp_path)
-            assert taken.spilled == 0, (capability, kernel)
+            assert taken.spilled <= SPILLED.get((name, triton), 0), (capability, kernel)
             lines.append(
                 f"sm_{capability}  {kernel.name}  {kernel.warps} warps  "
                 f"{taken.registers} registers  {taken.shared} bytes shared"
             )
-    if HAS_TRITON and release(version("triton"))[:2] == RECORDED_WITH:
+    if triton == RECORDED_WITH:
         assert_snapshot(f"triton/resources/{name}.txt", "\n".join(lines) + "\n")
