@@ -38,6 +38,4 @@ class Chain(ABC):
         first = next((op for op in region.behind(m) if op.fn == fn and op.args == (x,)), None)
         if first is None or set(first.axes) != set(second.axes):
             return None
-        varies = region.varies
-        is_chain = varies[m].isdisjoint(first.axes) and varies[x].issuperset(first.axes)
-        return cls(x, m, first, second) if is_chain else None
+        return cls(x, m, first, second) if region.varies[m].isdisjoint(first.axes) else None
