@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from snapshots import assert_snapshot
-from triton_ahead import compiled, needs_triton, resources, source
+from triton_ahead import HAS_TRITON, compiled, needs_triton, resources, source
 
 from normpass.decomps.torch_versions import release
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 RECORDED_WITH = (3, 9)  # other compilers need other registers
 CAPABILITIES = (80, 90, 100)
-# Bytes that are spilled with an older one: Triton 3.6's holds this kernel to 128 registers, with
-# which two of its programs fit on a multiprocessor.
-SPILLED = {("layer_norm_backward_long_rows", (3, 6)): 16}
+# What an older one spills: Triton 3.6's holds this kernel to 128 registers, with which two of its
+# programs fit on a multiprocessor, and 16 bytes of a thread are left over.
+SPILLS = {("layer_norm_backward_long_rows", (3, 6))}
 # By snapshot: a region of triton_regions.py and what is filled in.
 REGIONS = {
     "layer_norm_backward": ("layer_norm_backward", {"c": "768"}),
@@ -56,20 +56,29 @@ REGIONS = {
 }
 
 
+TRITON = release(version("triton"))[:2] if HAS_TRITON else None
+
+
 @needs_triton
 @pytest.mark.usefixtures("compiler_cache")
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail] * ((name, TRITON) in SPILLS))
+        for name in REGIONS
+    ],
+)
 def test_resources(name: str, tmp_path: Path) -> None:
     region, sizes = REGIONS[name]
     text = source(region, **sizes)
-    lines, triton = [], release(version("triton"))[:2]
+    lines = []
     for capability in CAPABILITIES:
         for kernel, built in zip(text.kernels, compiled(text, capability), strict=True):
             taken = resources(built, tmp_path)
-            assert taken.spilled <= SPILLED.get((name, triton), 0), (capability, kernel)
+            assert taken.spilled == 0, (capability, kernel)
             lines.append(
                 f"sm_{capability}  {kernel.name}  {kernel.warps} warps  "
                 f"{taken.registers} registers  {taken.shared} bytes shared"
             )
-    if triton == RECORDED_WITH:
+    if TRITON == RECORDED_WITH:
         assert_snapshot(f"triton/resources/{name}.txt", "\n".join(lines) + "\n")
