@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from normpass.backend.entry import decomposition_table
@@ -15,7 +16,7 @@ from normpass.passes.region_text import parse
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.fx import GraphModule, Node
 
     from normpass.passes.region import Region
@@ -27,6 +28,18 @@ def trace(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) 
     graph = make_fx(function, decomposition_table=decomposition_table(), tracing_mode=mode)(*inputs)
     graph.graph.eliminate_dead_code()
     return graph
+
+
+def trace_gradients(net: nn.Module, x: Tensor) -> GraphModule:
+    """g, x and the parameters -> what a module computes of x, and its gradients at all but g."""
+    names, values = zip(*net.named_parameters(), strict=True)
+
+    def both(g: Tensor, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        y = functional_call(net, dict(zip(names, parameters, strict=True)), x)
+        return y, *torch.autograd.grad(y, [x, *parameters], g)
+
+    x = x.detach().requires_grad_()
+    return trace(both, torch.ones_like(net(x)), x, *values)
 
 
 def fuse(graph: GraphModule) -> list[Decision]:

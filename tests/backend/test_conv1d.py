@@ -5,6 +5,7 @@ nothing is copied between them and norms.
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ import pytest
 import sympy
 import torch
 from compiled import compile_fused
+from oracles import assert_no_less_accurate
 from torch import nn
 from torch._inductor import ir
 from torch.utils._python_dispatch import TorchDispatchMode
+from tracing import trace_gradients
 
 from normpass.backend.inductor import conv1d
 from normpass.backend.run import layouts
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHANNELS, LENGTH = 16, 60
+MM = torch.ops.aten.mm.default
 
 
 def around(convolution: nn.Module) -> nn.Module:
@@ -50,7 +54,7 @@ CONVOLUTIONS = {
     "transposed": lambda: nn.ConvTranspose1d(CHANNELS, CHANNELS, 4, 2, 1, output_padding=1),
     "transposed groups": lambda: nn.ConvTranspose1d(CHANNELS, CHANNELS, 3, groups=2),
 }
-# Those that differ most; with `make sweep`, all.
+# Those that differ most are compiled; with `make sweep`, all.
 DAILY = ("plain", "depthwise", "transposed")
 CASES = [
     *(
@@ -193,18 +197,52 @@ SOUNDS = {
     "long windows": {"kernel_size": 80, "padding": 40},
 }
 OF_WINDOWS = ("strided", "without padding", "of several")
-DAILY_SOUNDS = [("strided", False), ("strided", True), ("of several", False), ("dilated", False)]
+
+
+def sound(name: str) -> nn.Conv1d:
+    return nn.Conv1d(**{"in_channels": 1, "out_channels": CHANNELS, **SOUNDS[name]})
+
+
+LAYERS = CONVOLUTIONS | {f"sound, {name}": partial(sound, name) for name in SOUNDS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_graphs(name: str, dtype: torch.dtype) -> None:
+    """What each is rewritten to, computed as a graph; which gradients are left."""
+    torch.manual_seed(0)
+    net = LAYERS[name]().to(dtype)
+    x = torch.randn(3, net.in_channels, LENGTH, dtype=dtype)
+    g = torch.randn_like(net(x))
+    graph = trace_gradients(net, x)
+    conv1d.as_images(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    with Calls() as calls:
+        found = graph(g, x, *net.parameters())
+    exact = deepcopy(net).double()
+    want = gradients(exact, list(exact.parameters()), x.double(), g.double())
+    eager = gradients(net, list(net.parameters()), x, g)
+    for ours, stock, right in zip(found, eager, want, strict=True):
+        assert_no_less_accurate(ours.detach(), stock.detach(), right.detach(), name)
+    # A sound's gradient at itself stays as it was; its weight's and bias' are none of its call's.
+    as_images = dtype is not torch.float64 and (name in CONVOLUTIONS or name == "sound, of more")
+    assert [dims for dims, _ in calls.found] == [4 if as_images else 3]
+    is_product = dtype is not torch.float64 and name in {f"sound, {each}" for each in OF_WINDOWS}
+    assert (MM in {node.target for node in graph.graph.nodes}) is is_product
+
+
+DAILY_SOUNDS = {("strided", False), ("strided", True), ("of several", False)}
+
+
+def is_daily(name: str, dtype: torch.dtype, of_sound: bool) -> bool:
+    return dtype is torch.float32 and (name, of_sound) in DAILY_SOUNDS
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "of_sound"),
     [
-        pytest.param(
-            *case,
-            marks=()
-            if case in [(name, torch.float32, of_sound) for name, of_sound in DAILY_SOUNDS]
-            else pytest.mark.sweep,
-        )
+        pytest.param(*case, marks=[pytest.mark.sweep] * (not is_daily(*case)))
         for case in product(SOUNDS, (torch.float32, torch.bfloat16), (False, True))
     ],
 )
@@ -213,7 +251,7 @@ def test_sound(name: str, dtype: torch.dtype, of_sound: bool) -> None:
     lie together.
     """
     torch.manual_seed(0)
-    first = nn.Conv1d(**{"in_channels": 1, "out_channels": CHANNELS, **SOUNDS[name]})
+    first = sound(name)
     net = nn.Sequential(first, nn.GroupNorm(4, CHANNELS), nn.SiLU(), convolution()).to(dtype)
     exact = deepcopy(net).double()
     compiled = compile_fused(net)

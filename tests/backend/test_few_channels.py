@@ -9,9 +9,8 @@ import pytest
 import torch
 from compiled import compile_fused
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from tracing import trace
+from tracing import trace_gradients
 
 from normpass.backend.inductor import few_channels
 from normpass.passes import faults
@@ -93,14 +92,7 @@ def rewritten(net: nn.Module, x: Tensor) -> Callable[..., Any]:
     """Stands for a compiled net: what it computes, and the gradients by a graph of their own that
     is rewritten as one of compiled code is.
     """
-    names, values = zip(*net.named_parameters(), strict=True)
-
-    def backward(g: Tensor, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        y = functional_call(net, dict(zip(names, parameters, strict=True)), x)
-        return torch.autograd.grad(y, [x, *parameters], g)
-
-    leaf = x.detach().requires_grad_()
-    graph = trace(backward, torch.ones_like(net(leaf)), leaf, *values)
+    graph = trace_gradients(net, x)
     few_channels.as_products(graph.graph)
     graph.graph.lint()
     graph.recompile()
@@ -113,9 +105,9 @@ def rewritten(net: nn.Module, x: Tensor) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Any:
-            return graph(g, *ctx.saved_tensors)
+            return graph(g, *ctx.saved_tensors)[1:]
 
-    return lambda x: Net.apply(x, *values)
+    return lambda x: Net.apply(x, *net.parameters())
 
 
 def case(name: str) -> tuple[nn.Module, Tensor]:
