@@ -339,23 +339,10 @@ ASKED: dict[str, Callable[[Function], Any]] = {
     "torch.func.jvp": lambda f: torch.func.jvp(lambda x: f(x, W), (X,), (X.cos(),)),
 }
 NEEDS_PACKING = {"a checkpoint around it"}
-# Inductor compiles these for 8 to 27 s, and is asked for the same graphs by the others.
-SWEPT = {
-    *("hvp", "hessian", "of a result"),
-    *("two vmaps over a backward", "a batched backward, and again"),
-}
 
 
-@pytest.mark.parametrize(
-    ("how", "inner"),
-    [
-        *((how, "eager") for how in ASKED),
-        *(
-            pytest.param(how, "inductor", marks=[pytest.mark.sweep] * (how in SWEPT))
-            for how in ASKED
-        ),
-    ],
-)
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("how", ASKED)
 def test_however_it_is_asked_for(how: str, inner: str) -> None:
     ours = compiled(model, inner=inner)
     if how in NEEDS_PACKING and not hasattr(torch._C._autograd, "_make_saved_tensor"):
