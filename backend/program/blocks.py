@@ -46,8 +46,8 @@ def row_blocks(
     """The size of blocks of rows, where rows are what lanes run along and too few for the machine,
     or too long for its caches and added to others; None where rows stay whole.
     """
-    blocking, local = machine.blocking, local_axes(region)
-    if blocking is None or vector not in local:
+    blocking = machine.blocking
+    if blocking is None or vector not in local_axes(region):
         return None
     (lanes,) = (axis for axis in axes if axis.name == vector)
     rows = [axis for axis in axes if axis.name != vector]
@@ -64,7 +64,7 @@ def row_blocks(
     )
     count = product(axis.hint for axis in rows)
     few = count < machine.workers and lanes.hint >= blocking.long_row
-    long = added_up and local == {vector} and row > blocking.row_bytes
+    long = added_up and row > blocking.row_bytes
     if not few and not long:
         return None
     least, most = blocking.row_block

@@ -99,15 +99,11 @@ def _lane_axis(plan: Plan, launch: Launch, tiles: list[LoopAxis]) -> LoopAxis | 
 
 def _of_rows(launch: Launch) -> tuple[LoopAxis, ...]:
     """The inner axes along which a program comes to the same elements again: there are several
-    loops over them, or arrays along them that innermost loops add to. Of the others it needs no
-    more than a block at a time.
+    loops over them, or arrays along them. Of the others it needs no more than a block at a time.
     """
-    loops = [node for node in walk(*launch.body) if isinstance(node, Loop)]
-    times = Counter(loop.axis.name for loop in loops)
-    arrays: set[str] = set()
-    for body in (launch.body, *(loop.body for loop in loops)):
-        if not any(isinstance(node, Loop) for node in body):
-            arrays.update(*map(_array_axes, body))
+    nodes = [*walk(*launch.body)]
+    times = Counter(node.axis.name for node in nodes if isinstance(node, Loop))
+    arrays = {axis for node in nodes for axis in _array_axes(node)}
     return tuple(axis for axis in launch.inner if times[axis.name] > 1 or axis.name in arrays)
 
 

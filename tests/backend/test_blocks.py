@@ -85,6 +85,26 @@ def test_a_gradient_of_long_rows_is_complete_block_by_block() -> None:
     assert "parts_dw_by_c.combine()" not in text
 
 
+def test_long_rows_of_several_dimensions() -> None:
+    """Four parts of a row that do not follow each other in memory, as in padded images."""
+    text = BACKWARD.replace("c={c}", "d=4 c={c}").replace("{c}.0", "1048576.0")
+    text = text.replace("[c]", "[d c]").replace("[r 1]", "[r 1 1]")
+    text = text.replace("[r c]", "[r d c] (1048640, 262160, 1)")
+    text = text.format(r=8, c=262144, dtype="f32")
+    assert axes_of(make_plan(parse(text))) == ["c_block", "r", "d", "c"]
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(8, 4, 262160, generator=generator)[..., :262144] for _ in range(2))
+    mean, rstd = torch.randn(8, 1, 1), torch.rand(8, 1, 1) + 0.5
+    w = torch.randn(4, 262144, generator=generator)
+    dx, dw, db = launched(text, [x, g, mean, rstd, w], 2)
+    hat = (x.double() - mean) * rstd
+    gw = g.double() * w
+    sums = gw.mean((1, 2), keepdim=True) + hat * (gw * hat).mean((1, 2), keepdim=True)
+    torch.testing.assert_close(dx.double(), rstd * (gw - sums), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(dw.double(), (g.double() * hat).sum(0), rtol=1e-6, atol=4e-6)
+    torch.testing.assert_close(db.double(), g.double().sum(0), rtol=1e-6, atol=4e-6)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "first"),
     [(4096, 1024, "r"), (64, 65536, "r"), (64, 262144, "c_block"), (3, 4096, "r"), (2, 65537, "r")],
@@ -202,9 +222,15 @@ def test_what_stays_in_cache_has_its_variance_of_the_whole() -> None:
 
 
 def test_blocks_of_few_numbers_are_none() -> None:
-    """Whole images of 7 pixels, a prime number of them: their blocks would leave a number in 7."""
-    assert not has_parts(forward({"n": 131071, "c": 16, "s": 7}, "n c s", "n s"))
-    assert has_parts(forward({"n": 131072, "c": 16, "s": 7}, "n c s", "n s"))
+    """Channels of seven pixels a row, with room after each: a block is of them and of so many rows,
+    and a prime number of rows has no blocks. Seven numbers alone would be one result for each.
+    """
+
+    def pixels(n: int) -> str:
+        return forward({"n": n, "s": 7, "c": 16}, "n s c", "n s", strides=" (128, 16, 1)")
+
+    assert has_parts(pixels(131072))
+    assert not has_parts(pixels(131071))
 
 
 # ---- exponentials

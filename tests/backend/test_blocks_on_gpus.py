@@ -73,6 +73,26 @@ def test_rows_that_caches_hold_stay_whole(rows: int, columns: int, first: str) -
     assert axes_of(planned(BACKWARD.format(r=rows, c=columns, dtype="f32")))[0] == first
 
 
+SUMS_OF_BOTH = """\
+region sums_of_both
+axes    r=4096 c={c}
+input   x: f32[r c]
+row     = sum[c](x)
+column  = sum[r](x)
+output  y0: f32[r] = row
+output  y1: f32[c] = column
+"""
+
+
+@pytest.mark.parametrize(("columns", "resident"), [(20000, True), (40000, False)])
+def test_sums_along_rows_stay_in_registers(columns: int, resident: bool) -> None:
+    """Rows are read once, and the sums of all of a program's rows are added to for each of them: 20
+    thousand are in a program's registers, 40 thousand are not.
+    """
+    first, *_ = planned(SUMS_OF_BOTH.format(c=columns)).launches
+    assert ("c" in first.blocks.resident) == resident
+
+
 def test_a_gradient_of_long_rows_is_complete_block_by_block() -> None:
     """No program has an array as long as a row in memory."""
     text = source("layer_norm_backward", c="65536").text
