@@ -58,8 +58,8 @@ class LeafPrinter(Names):
                 self.recall(value, axes)
             case Regroup(op, array):
                 self.regroup(op, array)
-            case Store(output, access):
-                self.store(output.value, access)
+            case Store():
+                self.store(node)
 
     def load(self, access: Access, ahead: Ahead | None = None) -> None:
         buffer = access.buffer
@@ -90,7 +90,8 @@ class LeafPrinter(Names):
         step = f"Vec::size() * {factor(step)}" if ahead.lanes else step
         self.line(f"prefetch({self.address(access)} + {step});")
 
-    def store(self, value: str, access: Access) -> None:
+    def store(self, node: Store) -> None:
+        value, access = node.output.value, node.access
         address = self.address(access)
         stride = access.strides.get(self.along)
         if stride is None:
@@ -98,7 +99,8 @@ class LeafPrinter(Names):
             return
         text = self.lanes_of(value)
         if stride == 1:
-            self.line(f"write({address}, {text}, {self.lanes}, past_caches);")
+            write = "write_apart" if node.apart else "write"
+            self.line(f"{write}({address}, {text}, {self.lanes}, past_caches);")
         else:
             self.line(f"scatter({address}, {index_expression(stride)}, {text}, {self.lanes});")
 

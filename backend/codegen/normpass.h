@@ -340,10 +340,11 @@ inline void scatter(S* p, int64_t stride, Vectorized<T> value, L lanes) {
   each_lane<T>(lanes, [&](int i) { p[i * stride] = static_cast<S>(buffer[i]); });
 }
 
+// Lane i of row j becomes lane j of row i, of as many rows as there are lanes.
 #if defined(CPU_CAPABILITY_AVX512)
-// Lane i of row j becomes lane j of row i.
-inline void transpose(__m512 (&row)[16]) {
-  __m512 other[16];
+inline void transpose(Vectorized<float>* tile) {
+  __m512 row[16], other[16];
+  for (int i = 0; i < 16; ++i) row[i] = tile[i];
   for (int i = 0; i < 16; i += 2) {  // pairs of rows, numbers taking turns
     other[i] = _mm512_unpacklo_ps(row[i], row[i + 1]);
     other[i + 1] = _mm512_unpackhi_ps(row[i], row[i + 1]);
@@ -360,8 +361,26 @@ inline void transpose(__m512 (&row)[16]) {
       other[i + 4 + k] = _mm512_shuffle_f32x4(row[i + k], row[i + 4 + k], 0xdd);
     }
   for (int k = 0; k < 8; ++k) {
-    row[k] = _mm512_shuffle_f32x4(other[k], other[8 + k], 0x88);
-    row[8 + k] = _mm512_shuffle_f32x4(other[k], other[8 + k], 0xdd);
+    tile[k] = _mm512_shuffle_f32x4(other[k], other[8 + k], 0x88);
+    tile[8 + k] = _mm512_shuffle_f32x4(other[k], other[8 + k], 0xdd);
+  }
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+inline void transpose(Vectorized<float>* tile) {
+  __m256 other[8];
+  for (int i = 0; i < 8; i += 2) {  // pairs of rows, numbers taking turns
+    other[i] = _mm256_unpacklo_ps(tile[i], tile[i + 1]);
+    other[i + 1] = _mm256_unpackhi_ps(tile[i], tile[i + 1]);
+  }
+  const auto pairs = [](__m256 a, __m256 b, bool high) {
+    const __m256d c = _mm256_castps_pd(a), d = _mm256_castps_pd(b);
+    return _mm256_castpd_ps(high ? _mm256_unpackhi_pd(c, d) : _mm256_unpacklo_pd(c, d));
+  };
+  for (int k = 0; k < 4; ++k) {  // halves of a register have four rows each
+    const __m256 low = pairs(other[k / 2], other[2 + k / 2], k % 2);
+    const __m256 high = pairs(other[4 + k / 2], other[6 + k / 2], k % 2);
+    tile[k] = _mm256_permute2f128_ps(low, high, 0x20);
+    tile[4 + k] = _mm256_permute2f128_ps(low, high, 0x31);
   }
 }
 #endif
@@ -370,12 +389,13 @@ inline void transpose(__m512 (&row)[16]) {
 // p[i * stride + j]. A line of memory is read once for all rows that are in it.
 template <class T, int J, class S, class L>
 inline void load_rows(Vectorized<T> (&rows)[J], const S* p, int64_t stride, L lanes) {
-#if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (std::is_same_v<T, float> && J == 16 && is_all<L>) {
-    __m512 tile[16];
-    for (int i = 0; i < 16; ++i) tile[i] = load<float>(p + i * stride, All<float>());
-    transpose(tile);
-    for (int j = 0; j < 16; ++j) rows[j] = tile[j];
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  constexpr int W = Vectorized<T>::size();
+  if constexpr (std::is_same_v<T, float> && J % W == 0 && is_all<L>) {
+    for (int j = 0; j < J; j += W) {
+      for (int i = 0; i < W; ++i) rows[j + i] = load<float>(p + i * stride + j, All<float>());
+      transpose(rows + j);
+    }
     return;
   }
 #endif
@@ -385,12 +405,15 @@ inline void load_rows(Vectorized<T> (&rows)[J], const S* p, int64_t stride, L la
 // The reverse: p[i * stride + j] = lane i of rows[j].
 template <class T, int J, class S, class L>
 inline void store_rows(S* p, int64_t stride, const Vectorized<T> (&rows)[J], L lanes) {
-#if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (std::is_same_v<T, float> && J == 16 && is_all<L>) {
-    __m512 tile[16];
-    for (int j = 0; j < 16; ++j) tile[j] = rows[j];
-    transpose(tile);
-    for (int i = 0; i < 16; ++i) store(p + i * stride, Vectorized<float>(tile[i]), All<float>());
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  constexpr int W = Vectorized<T>::size();
+  if constexpr (std::is_same_v<T, float> && J % W == 0 && is_all<L>) {
+    for (int j = 0; j < J; j += W) {
+      Vectorized<float> tile[W];
+      for (int i = 0; i < W; ++i) tile[i] = rows[j + i];
+      transpose(tile);
+      for (int i = 0; i < W; ++i) store(p + i * stride + j, tile[i], All<float>());
+    }
     return;
   }
 #endif
@@ -399,23 +422,29 @@ inline void store_rows(S* p, int64_t stride, const Vectorized<T> (&rows)[J], L l
 
 // Writes past the caches where the caller says that they could not hold the result anyway: the old
 // content of a line is then never read. Needs whole, aligned vectors; writes as usual otherwise.
-template <class T, class S, class L>
+// alone: whether the vectors beside it are written much later. Where a vector is less than a line, memory would not
+// wait for the rest of it, and each part be a write of its own.
+template <bool alone = false, class T, class S, class L>
 inline void write(S* p, Vectorized<T> value, L lanes, bool past_caches) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  constexpr int bytes = sizeof(S) * Vectorized<T>::size();
+  if constexpr (std::is_same_v<T, float> && is_all<L> && (bytes == 64 || !alone)) {
+    if (past_caches && reinterpret_cast<uintptr_t>(p) % bytes == 0) {
 #if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (std::is_same_v<T, float> && is_all<L>) {
-    if constexpr (std::is_same_v<S, float>) {
-      if (past_caches && reinterpret_cast<uintptr_t>(p) % 64 == 0) return _mm512_stream_ps(p, value);
-    } else if constexpr (is_half<T, S>) {
-      if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0)
-        return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow<S>(value));
+      if constexpr (std::is_same_v<S, float>) return _mm512_stream_ps(p, value);
+      if constexpr (is_half<T, S>) return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow<S>(value));
+#else
+      if constexpr (std::is_same_v<S, float>) return _mm256_stream_ps(p, value);
+#endif
     }
-  }
-#elif defined(CPU_CAPABILITY_AVX2)
-  if constexpr (std::is_same_v<T, float> && std::is_same_v<S, float> && is_all<L>) {
-    if (past_caches && reinterpret_cast<uintptr_t>(p) % 32 == 0) return _mm256_stream_ps(p, value);
   }
 #endif
   store(p, value, lanes);
+}
+
+template <class T, class S, class L>
+inline void write_apart(S* p, Vectorized<T> value, L lanes, bool past_caches) {
+  write<true>(p, value, lanes, past_caches);
 }
 
 // Writes lane i of one to p[2 * i], and of the other behind it.

@@ -19,6 +19,7 @@ from normpass.backend.program.tree import (
     Lanes,
     Load,
     Loop,
+    Store,
     walk,
 )
 from normpass.passes.region import product
@@ -131,7 +132,7 @@ class _Kinds:
                 inside = Around(loop.axis, rows=rows, again=again)
                 body.append(self.loop(node, inside, ahead if node is last else None))
             else:
-                body.append(self.asking(node, following))
+                body.append(self.writing(self.asking(node, following), loop))
         return replace(loop, body=tuple(body), kind=kind)
 
     def kind(self, loop: Loop, around: Around) -> Kind | None:
@@ -202,6 +203,16 @@ class _Kinds:
         if following and isinstance(node, Load) and node.access.strides.get(self.plan.vector) == 1:
             return replace(node, ahead=following.ahead(node.access.strides))
         return node
+
+    def writing(self, node: Node, loop: Loop) -> Node:
+        """A leaf of a loop; what it writes along lanes is in order where this is the loop over
+        them, and of one row at a time.
+        """
+        vector, together = self.plan.vector, self.plan.together
+        if not isinstance(node, Store) or node.access.strides.get(vector) != 1:
+            return node
+        rows = together is not None and isinstance(together.kind, Jam)
+        return replace(node, apart=rows or loop.axis.name != vector)
 
 
 def _loaded(nodes: Sequence[Node]) -> dict[str, Access]:

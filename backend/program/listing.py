@@ -108,8 +108,9 @@ def _leaf(node: Leaf) -> str:
             return f"{text}, ahead {ahead.elements}{' * lanes' if ahead.lanes else ''}"
         case Compute(op):
             return str(op)
-        case Store(output, access):
-            return f"store   {output.buffer.name}{_strides(access.strides)} = {output.value}"
+        case Store(output, access, apart):
+            text = f"store   {output.buffer.name}{_strides(access.strides)} = {output.value}"
+            return f"{text}, apart" if apart else text
         case Begin(accumulator):
             return f"begin   {_accumulator(accumulator)}"
         case Accumulate(accumulator):

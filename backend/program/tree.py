@@ -164,10 +164,13 @@ class Regroup:
 
 @dataclass(frozen=True)
 class Store:
-    """tensor[...] = value"""
+    """tensor[...] = value. apart: whether other places are written between two vectors of lanes
+    that are neighbours in memory.
+    """
 
     output: Output
     access: Access
+    apart: bool = False
 
 
 @dataclass(frozen=True)

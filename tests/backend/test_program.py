@@ -14,6 +14,7 @@ import random_regions
 import torch
 import triton_regions
 from hypothesis import HealthCheck, assume, given, settings
+from launched import forward
 from snapshots import assert_snapshot
 
 from normpass.backend.program.listing import listing
@@ -164,6 +165,24 @@ def test_shared_sums_are_added_up_in_one_loop() -> None:
     twice = replace(plan, body=(*plan.body[:k], rows, *plan.body[k:]))
     with pytest.raises(ProgramError, match="shared sums in one loop each, found several for"):
         verify(twice, "this test")
+
+
+@pytest.mark.parametrize(
+    ("text", "apart"),
+    [
+        (forward({"r": 4096, "c": 1024}, "r c", "c"), False),
+        (forward({"r": 512, "c": 8192}, "r c", "c"), True),  # four rows at a time
+        (forward({"n": 100352, "c": 16}, "n c", "n"), True),  # lanes go along outside of rows
+        (forward({"n": 100352, "c": 64}, "n c", "n"), False),
+        (forward({"n": 2, "c": 32, "s": 9216}, "n c s", "s", strides=" (294912, 1, 32)"), True),
+    ],
+    ids=["rows", "rows together", "few channels last", "channels last", "rows side by side"],
+)
+def test_what_is_written_between_two_vectors_of_a_line(text: str, apart: bool) -> None:
+    """Parts of lines are not written past the caches then: the rest of them comes too late."""
+    plan = make_plan(parse(text))
+    stores = [node for node in walk(*plan.body) if isinstance(node, Store)]
+    assert [node.apart for node in stores if node.output.buffer.name == "y0"] == [apart]
 
 
 def test_axes_have_different_names() -> None:
