@@ -132,7 +132,7 @@ class _Kinds:
                 inside = Around(loop.axis, rows=rows, again=again)
                 body.append(self.loop(node, inside, ahead if node is last else None))
             else:
-                body.append(self.writing(self.asking(node, following), loop))
+                body.append(self.writing(self.asking(node, following), loop, rows=rows))
         return replace(loop, body=tuple(body), kind=kind)
 
     def kind(self, loop: Loop, around: Around) -> Kind | None:
@@ -204,15 +204,15 @@ class _Kinds:
             return replace(node, ahead=following.ahead(node.access.strides))
         return node
 
-    def writing(self, node: Node, loop: Loop) -> Node:
+    def writing(self, node: Node, loop: Loop, *, rows: bool) -> Node:
         """A leaf of a loop; what it writes along lanes is in order where this is the loop over
-        them, and of one row at a time.
+        them, and of one row at a time. rows: whether it is inside of rows that go together.
         """
         vector, together = self.plan.vector, self.plan.together
         if not isinstance(node, Store) or node.access.strides.get(vector) != 1:
             return node
-        rows = together is not None and isinstance(together.kind, Jam)
-        return replace(node, apart=rows or loop.axis.name != vector)
+        jammed = rows and together is not None and isinstance(together.kind, Jam)
+        return replace(node, apart=jammed or loop.axis.name != vector)
 
 
 def _loaded(nodes: Sequence[Node]) -> dict[str, Access]:
