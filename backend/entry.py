@@ -33,6 +33,7 @@ from normpass.backend.inductor import donated, gemm, image_gradients, inductor_c
 from normpass.backend.inductor.memory_format import as_expected
 from normpass.backend.inductor.mutated import constant_inputs
 from normpass.backend.options import Options
+from normpass.backend.program.machine import machine_of
 from normpass.backend.program.traffic import traffic
 from normpass.backend.run import toolchain
 from normpass.backend.run.calibration import conditions_of
@@ -202,9 +203,10 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor's cache knows this pass by: our sources, the options, what is mended in
-        Inductor, and what decisions and plans depend on: the processor's caches and vendor, threads
-        and the calibration in force (what GPU there is, Inductor's key says), and which inputs may
-        be written over. None, so no caching, if a pass before ours has no identity.
+        Inductor, and what decisions and plans depend on: the processor's caches, vectors and
+        vendor, threads and the calibration in force (what GPU there is, Inductor's key says), and
+        which inputs may be written over. None, so no caching, if a pass before ours has no
+        identity.
         """
         others = [
             other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before
@@ -212,7 +214,7 @@ class _Pass(CustomGraphPass):
         if None in others:
             return None
         # The rules change what AOTAutograd traces, and its cache does not see them otherwise.
-        machine = conditions_of("cpu"), gemm.is_faster()
+        machine = conditions_of("cpu"), machine_of("cpu"), gemm.is_faster()
         rules = is_registered(), averages_running_statistics()
         parts = source_digest(), self.settings, rules, machine, others
         return f"normpass {parts} {inductor_mistakes.key()} {donated.numbers()}"

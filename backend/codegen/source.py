@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen import cpp
-from normpass.backend.program.machine import CPU, GPU
+from normpass.backend.program.machine import machine_of
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
 from normpass.passes.region_text import parse
@@ -27,5 +27,4 @@ def kernel_source(fused: Fused) -> str:
 
 def program(fused: Fused) -> Plan:
     """What is printed, for the sizes of the example that the graph was traced with."""
-    machine = GPU if fused.device == "cuda" else CPU
-    return make_plan(parse(fused.text), machine, size_classes(fused.sizes))
+    return make_plan(parse(fused.text), machine_of(fused.device), size_classes(fused.sizes))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
 
 # Below this many elements a second worker of a CPU costs more than it brings.
 ELEMENTS_PER_WORKER = 16 * 1024
@@ -72,8 +75,9 @@ class Machine:
     kept: kept rows beyond this many elements would push the row itself out of cache. regroups:
     whether its kernels can look at an array by other axes. partial: where more sums than this are
     added up side by side, each worker has some of them whole rather than a part of all.
-    has_vectors: whether loops go a vector of a register's lanes at a time. blocking: of axes that
-    loops go through twice. tiling: of programs that work on blocks.
+    has_vectors: whether loops go a vector of a register's lanes at a time. whole_lines: whether a
+    vector of float32 is a line of memory. blocking: of axes that loops go through twice. tiling: of
+    programs that work on blocks.
     """
 
     workers: int
@@ -81,6 +85,7 @@ class Machine:
     partial: float = math.inf
     regroups: bool = False
     has_vectors: bool = False
+    whole_lines: bool = True
     blocking: Blocking | None = None
     tiling: Tiling | None = None
 
@@ -109,3 +114,15 @@ GPU = Machine(
     ),
     tiling=Tiling(),
 )
+
+
+@cache
+def machine_of(device: str) -> Machine:
+    """The machine that kernels for a device are planned for: here, a processor's vectors may be
+    shorter than those of `CPU`.
+
+    device: "cpu" or "cuda".
+    """
+    if device == "cuda":
+        return GPU
+    return replace(CPU, whole_lines=torch.backends.cpu.get_cpu_capability() == "AVX512")

@@ -53,7 +53,7 @@ def make_plan(region: Region, machine: Machine = CPU, classes: tuple[SizeClass, 
     plan = verified(placed(region, machine, classes), "placing")
     if machine.has_vectors:
         plan = verified(with_nests(plan), "nests")
-        plan = verified(with_rows_together(plan), "rows")
+        plan = verified(with_rows_together(plan, machine), "rows")
         plan = verified(with_sums(plan), "sums")
         plan = verified(with_kinds(plan), "kinds")
     if machine.tiling:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from normpass.backend.program.in_place import overwritable
 from normpass.backend.program.launch_traffic import work_of_launches
-from normpass.backend.program.machine import CPU, ELEMENTS_PER_WORKER, GPU
+from normpass.backend.program.machine import ELEMENTS_PER_WORKER, machine_of
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes, symbol
 from normpass.backend.program.tree import (
@@ -54,7 +54,7 @@ def traffic(text: str, sizes: Sequence[int], device: str, conditions: Conditions
     those of this machine if None.
     """
     region = parse(text)
-    plan = make_plan(region, GPU if device == "cuda" else CPU, size_classes(sizes))
+    plan = make_plan(region, machine_of(device), size_classes(sizes))
     extents = region.extents(sizes)
     symbols = {symbol(name): extent for name, extent in extents.items()}
     lengths = {axis.name: int(axis.extent.subs(symbols)) for axis in plan.axes}

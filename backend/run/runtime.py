@@ -22,7 +22,7 @@ from torch.autograd import profiler
 
 from normpass.backend.codegen import cpp
 from normpass.backend.program.in_place import overwritable
-from normpass.backend.program.machine import CPU, ELEMENTS_PER_WORKER
+from normpass.backend.program.machine import ELEMENTS_PER_WORKER, machine_of
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import toolchain
@@ -155,7 +155,7 @@ class Kernel:
 
     @cached_property
     def _overwritable(self) -> Mapping[str, frozenset[str]]:
-        return overwritable(make_plan(self.region, CPU, self.classes))
+        return overwritable(make_plan(self.region, machine_of("cpu"), self.classes))
 
     def _load(self) -> ctypes._NamedFuncPointer | None:
         """The kernel's entry, once it is built; None, with one warning, where that fails."""
@@ -204,7 +204,7 @@ def print_kernel(text: str, classes: tuple[SizeClass, ...]) -> str:
     """The C++ source of a region's text, for sizes of given classes. Whatever it raises is a fault
     of ours.
     """
-    return cpp.generate(make_plan(parse(text), CPU, classes))
+    return cpp.generate(make_plan(parse(text), machine_of("cpu"), classes))
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ The reference is float64 mathematics from primitives (oracles.py); the error all
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import oracles
@@ -18,8 +19,9 @@ from torch import nn
 from normpass.backend.codegen import cpp
 from normpass.backend.codegen.source import kernel_source
 from normpass.backend.explain import record
+from normpass.backend.program.machine import CPU, machine_of
 from normpass.backend.program.plan import make_plan
-from normpass.backend.run.runtime import Kernel
+from normpass.backend.run.runtime import Kernel, print_kernel
 from normpass.passes.pipeline import Fused
 from normpass.passes.region_text import parse
 
@@ -131,7 +133,8 @@ def test_norms(
     with record.listen() as heard:
         check(first)
     made = {d.phase: together(kernel_source(d)) for d in heard if isinstance(d, Fused)}
-    assert made == {"forward": forward, "backward": backward}
+    alone = not machine_of("cpu").whole_lines
+    assert made == {"forward": 1 if alone else forward, "backward": backward}
     with no_recompiles():
         for threads in THREADS:
             monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
@@ -182,6 +185,44 @@ def test_how_many_rows_go_together(dtype: str, size: int, added: bool) -> None:
     assert jam(256 * KIB) == 4
     # Rows that begin anywhere: test_unaligned_rows.py.
     assert jam(start + size) == (4 if added or dtype != "f32" else 1)
+
+
+@pytest.mark.parametrize("width", [FOURFOLD, 2 * FOURFOLD, PAIRED])
+def test_vectors_of_half_a_line(width: int) -> None:
+    """Rows that are added to nothing go one by one, and are written in order; with arrays nothing
+    changes.
+    """
+    machine = replace(CPU, whole_lines=False)
+
+    def text(*, added: bool) -> str:
+        return cpp.generate(make_plan(parse(text_of(width, "f32", added=added)), machine))
+
+    alone = text(added=False)
+    assert together(alone) == 1
+    assert "write(" in alone
+    assert "write_apart(" not in alone
+    assert text(added=True) == cpp.generate(make_plan(parse(text_of(width, "f32", added=True))))
+
+
+@by_threads
+@pytest.mark.parametrize("whole_lines", [True, False])
+def test_rows_that_are_added_to_nothing(
+    whole_lines: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four together or one by one, as the processor's vectors are, written past the caches."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("normpass.backend.run.runtime.private_cache", lambda: 0)
+    machine = replace(CPU, whole_lines=whole_lines)
+    monkeypatch.setattr("normpass.backend.run.runtime.machine_of", lambda _: machine)
+    print_kernel.cache_clear()  # it does not know of the machine, which a process has one of
+    kernel = Kernel(text_of(2 * FOURFOLD, "f32", added=False))
+    print_kernel.cache_clear()
+    assert together(kernel.source) == (4 if whole_lines else 1)
+    for rows in (1, 3, 4, 5, 9):
+        x, _ = numbers(rows, 2 * FOURFOLD)
+        (y,) = kernel([x], [rows])
+        exact = x.double() - x.double().mean(1, keepdim=True)
+        oracles.assert_no_less_accurate(y, x - x.mean(1, keepdim=True), exact, f"{rows} rows")
 
 
 # Weights that differ between the outermost steps, as adaptive layer norm's do.
