@@ -18,6 +18,7 @@ from torch import nn
 
 from normpass.backend.codegen import cpp
 from normpass.backend.codegen.source import kernel_source
+from normpass.backend.entry import fusion_pass
 from normpass.backend.explain import record
 from normpass.backend.program.machine import CPU, machine_of
 from normpass.backend.program.plan import make_plan
@@ -317,3 +318,13 @@ def test_rows_that_are_each_added_to_a_row_of_their_own(threads: int) -> None:
                 torch.testing.assert_close(found.double(), right, rtol=0, atol=2 * rounding)
     finally:
         torch.set_num_threads(before)
+
+
+def test_compiled_code_in_caches_is_of_one_kind_of_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decide the traffic by which it was chosen what is fused."""
+    keys = set()
+    for whole_lines in (True, False):
+        machine = replace(CPU, whole_lines=whole_lines)
+        monkeypatch.setattr("normpass.backend.entry.machine_of", lambda _, found=machine: found)
+        keys.add(fusion_pass().uuid())
+    assert len(keys) == 2
