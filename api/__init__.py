@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from normpass.decomps.activation import unregister
     from normpass.decomps.function_ops import as_op
     from normpass.decomps.functional import functional_call_with_buffers
+    from normpass.decomps.norms.sync_batch import SyncBatchNorm
     from normpass.decomps.registry import batch_rule, decompositions, derivative, rules
     from normpass.decomps.table.binding import jvp, vjp
     from normpass.decomps.table.graphs import grad_graph, jvp_graph
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Report",
+    "SyncBatchNorm",
     "__version__",
     "as_op",
     "batch_rule",
@@ -54,6 +56,7 @@ __all__ = [
 # they join two stages: the rules (decomps) and the fusion pass (backend).
 _HOME = {
     "Report": "normpass.backend.explain.explain",
+    "SyncBatchNorm": "normpass.decomps.norms.sync_batch",
     "as_op": "normpass.decomps.function_ops",
     "batch_rule": "normpass.decomps.registry",
     "decompositions": "normpass.decomps.registry",

@@ -24,6 +24,7 @@ from normpass.decomps.activation.torch_names import (
     NODES,
     PASS,
     RULES,
+    SYNC,
     TABLE,
     TRACES,
     WITH,
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
     from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch._subclasses import FakeTensor as FakeTensor
     from torch._subclasses import FakeTensorMode as FakeTensorMode
+    from torch.nn.modules.batchnorm import _BatchNorm
     from torch.utils._pytree import TreeSpec as TreeSpec
+
+    AnyBatchNorm = _BatchNorm
 
 __all__ = [  # for those who ask what is left out; the names of torch's are found by __getattr__
     "BATCHING",
@@ -54,6 +58,7 @@ __all__ = [  # for those who ask what is left out; the names of torch's are foun
     "NODES",
     "PASS",
     "RULES",
+    "SYNC",
     "TABLE",
     "TRACES",
     "ZEROS",

@@ -19,6 +19,7 @@ FUNCTIONS = "the rules for autograd.Function in traces"
 EAGER = "the rules of eager mode"
 TABLE = "the decompositions for Inductor"
 PASS = "passes over Inductor's graphs"
+SYNC = "SyncBatchNorm"
 
 WITH: dict[str, tuple[str, ...]] = {
     RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, FUNCTION_OPS, EAGER, TABLE, PASS),
@@ -245,6 +246,22 @@ INTERNALS = {
         "_dispatch_has_kernel_for_dispatch_key", EAGER, "whether it is more than a fallback: eager"
     ),
     "_destroy": Internal("torch.library.Library._destroy", EAGER, "takes kernels out: eager"),
+    # Normalization over several processes
+    "AnyBatchNorm": Internal(
+        "torch.nn.modules.batchnorm._BatchNorm", SYNC, "what batch norms inherit: norms.sync_batch"
+    ),
+    "all_gather": Internal(
+        "torch.distributed._functional_collectives.all_gather_single_autograd",
+        SYNC,
+        "a collective that is traced and has a derivative: from 2.13 on",
+        optional=True,
+    ),
+    "all_gather_before": Internal(
+        "torch.distributed._functional_collectives.all_gather_tensor_autograd",
+        SYNC,
+        "the same on 2.11",
+        optional=True,
+    ),
     # Inductor
     "inductor_decompositions": Internal(
         "torch._inductor.decomposition.decompositions", TABLE, "its table: inductor_state"
