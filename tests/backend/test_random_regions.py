@@ -100,7 +100,7 @@ def _small_blocks(
 
 def on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are planned for a machine."""
-    monkeypatch.setattr(runtime, "CPU", machine)
+    monkeypatch.setattr(runtime, "machine_of", lambda _: machine)
     runtime.print_kernel.cache_clear()
     yield
     runtime.print_kernel.cache_clear()
