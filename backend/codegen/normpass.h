@@ -167,7 +167,7 @@ inline Vectorized<float> from_float8(Bits bits) {
   using at::vec::cast;
   const Bits size = bits & Bits(0x7f), unit((254 - bias) * (1 << 23));
   Bits value = cast<int32_t>(cast<float>(size << Bits(23 - mantissa)) * cast<float>(unit));
-  // Not >=: with it g++ 12 makes infinities of all where vectors of 256 bits are built for AVX-512 (FP16).
+  // Not >=: with it g++ 12 makes infinities of all where vectors of 256 bits are built for AVX-512VL.
   if (mantissa == 2) value = Bits::blendv(value, Bits(0x7f800000), size > Bits(0x7b));
   value = Bits::blendv(value, Bits(0x7fc00000), size > Bits(mantissa == 3 ? 0x7e : 0x7c));
   return cast<float>(value | ((bits & Bits(0x80)) << Bits(24)));
