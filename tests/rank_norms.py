@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import oracles
 import torch
 from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
@@ -81,6 +82,30 @@ def together(case: Case) -> dict[str, Tensor]:
     """The results of one process that has all images, in eager mode."""
     norm = case.norm()
     return results(case, None, norm, norm)
+
+
+def exact(case: Case) -> dict[str, Tensor]:
+    """The same in float64, from primitives."""
+    norm: Any = case.norm().double()
+    parameters = [p.detach().clone().requires_grad_() for p in norm.parameters()]
+    state = {name: b.clone().double() for name, b in norm.named_buffers()}
+    found = {}
+    for step, (x, g) in enumerate(case.batches()):
+        x = x.double().requires_grad_()
+        y = oracles.batch_norm(x, *parameters, eps=norm.eps)
+        dx, *gradients = torch.autograd.grad(y, [x, *parameters], g.double())
+        found |= {f"y{step}": y.detach(), f"dx{step}": dx}
+        of_channels = x.detach().transpose(0, 1).flatten(1)
+        mean = of_channels.mean(1)
+        var = (of_channels - mean[:, None]).square().sum(1) / (of_channels.size(1) - 1)
+        if state:
+            state["num_batches_tracked"] += 1
+            m = norm.momentum or 1 / state["num_batches_tracked"]
+            state["running_mean"] += m * (mean - state["running_mean"])
+            state["running_var"] += m * (var - state["running_var"])
+    names = [name for name, _ in norm.named_parameters()]
+    found |= {f"gradient of {n}": g for n, g in zip(names, gradients, strict=True)}
+    return found | state
 
 
 def in_a_network(backend: str | None) -> list[Tensor]:

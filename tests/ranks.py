@@ -12,6 +12,7 @@ import multiprocessing
 import pickle
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ class Ranks:
         if not self._processes:
             self.__enter__()
         for end in self._ends:
-            end.send_bytes(pickle.dumps((function, args)))
+            with suppress(OSError):  # of one that is dead, which is found when it does not answer
+                end.send_bytes(pickle.dumps((function, args)))
         deadline = time.monotonic() + ANSWER
         answers = [self._answer(rank, deadline) for rank in range(self.count)]
         if wrong := [f"rank {k}: {a}" for k, (good, a) in enumerate(answers) if not good]:
@@ -103,7 +105,8 @@ class Ranks:
             if not end.poll(max(0.0, deadline - time.monotonic())):
                 return False, f"expected an answer within {ANSWER} s, found none"
             good, answer = pickle.loads(end.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
+            self._processes[rank].join(10)
             return False, f"expected an answer, found it dead ({self._processes[rank].exitcode})"
         return good, answer
 

@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 
 from normpass.decomps.activation.torch_internals import (
     AnyBatchNorm,
+    MissingInternal,
     all_gather,
     all_gather_before,
 )
@@ -58,6 +59,11 @@ def sync_batch_norm(
         var = mean = wide.sum(over)
     own = torch.cat([mean, var, mean.new_full((1,), count)])
     gather = all_gather or all_gather_before
+    if gather is None:
+        raise MissingInternal(
+            "expected all_gather_single_autograd or all_gather_tensor_autograd among torch's "
+            f"functional collectives, found neither in torch {torch.__version__}"
+        )
     every = gather(own, 0, group).view(-1, 2 * channels + 1)
     means, variances, counts = every.split([channels, channels, 1], dim=1)
     total = counts.sum()
@@ -165,10 +171,7 @@ class SyncBatchNorm(AnyBatchNorm):
         group = process_group or getattr(norm, "process_group", None)
         arguments = norm.num_features, norm.eps, norm.momentum
         made = cls(*arguments, norm.affine, norm.track_running_stats, group, device="meta")
-        for name, value in (
-            *norm.named_parameters(recurse=False),
-            *norm.named_buffers(recurse=False),
-        ):
-            setattr(made, name, value)
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(made, name, getattr(norm, name))
         made.training = norm.training
         return made
