@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import normpass
 
 CHANNELS, STEPS = 6, 2
+OPTIONS = {"least_bytes": 0, "inner": "eager"}
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,28 @@ def synchronized(case: Case, backend: str | None) -> tuple[dict[str, Tensor], di
     """A rank's results, and what was fused."""
     counters.clear()
     norm = normpass.SyncBatchNorm.convert_sync_batchnorm(case.norm())
-    options = {"least_bytes": 0, "inner": "eager"} if backend == "normpass" else None
+    options = OPTIONS if backend == "normpass" else None
     run = torch.compile(norm, backend=backend, options=options, fullgraph=True) if backend else norm
     found = results(case, distributed.get_rank(), run, norm)
     return found, dict(counters["normpass"])
+
+
+def in_groups(members: list[list[int]], *, whose: str) -> dict[str, Tensor]:
+    """A rank's results where each group of processes has statistics of its own, compiled. whose:
+    what says so, the conversion or the norm that is converted.
+    """
+    rank = distributed.get_rank()
+    made = [distributed.new_group(ranks) for ranks in members]  # everybody has to call for each
+    group = next(g for g, ranks in zip(made, members, strict=True) if rank in ranks)
+    norm: nn.Module = Case().norm()
+    if whose == "the norm's":
+        stock = nn.SyncBatchNorm.convert_sync_batchnorm(norm, group)
+        norm = normpass.SyncBatchNorm.convert_sync_batchnorm(stock)
+    else:
+        norm = normpass.SyncBatchNorm.convert_sync_batchnorm(norm, group)
+    run = torch.compile(norm, backend="normpass", options=OPTIONS, fullgraph=True)
+    images = Case((3,) * sum(map(len, members)))
+    return results(images, rank, run, norm)
 
 
 def together(case: Case) -> dict[str, Tensor]:

@@ -4,7 +4,8 @@ in one graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import oracles
 import pytest
@@ -19,6 +20,7 @@ from normpass.decomps.activation.torch_internals import all_gather
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = needs_gloo
 CASES = {
@@ -80,6 +82,21 @@ def test_it_is_the_batch_norm_of_all_images(name: str, backend: str | None, rank
             assert any(key.startswith("fused") for key in counts), counts
             assert any(key.endswith("backward") for key in counts), counts
         assert not any(key.startswith("refused") for key in counts), counts
+
+
+@pytest.mark.parametrize("whose", ["the norm's", "the conversion's"])
+def test_groups_of_processes(whose: str, tmp_path: Path) -> None:
+    """Two processes together and one alone: each group has the statistics of its own images."""
+    with Ranks(3, tmp_path / "store") as three:
+        answers = three(partial(rank_norms.in_groups, whose=whose), [[0, 1], [2]])
+    case = Case((3, 3, 3))
+    for members in ([0, 1], [2]):
+        rows = slice(3 * members[0], 3 * members[-1] + 3)
+        for step, (x, _) in enumerate(case.batches()):
+            norm: Any = case.norm()
+            y = torch.cat([answers[rank][f"y{step}"] for rank in members])
+            exact_y = oracles.batch_norm(x[rows], norm.weight, norm.bias)
+            torch.testing.assert_close(y, exact_y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", [None, "normpass", "inductor"])
