@@ -2,7 +2,7 @@
 
 Private, checked on torch 2.11, 2.13 and 2.15: torch._guards.TracingContext, under which AOTAutograd
 finds the fake tensors' mode; compile_lock of torch._dynamo.convert_frame;
-torch._dispatch.python.enable_python_dispatcher.
+torch._dispatch.python.enable_python_dispatcher; torch.compiler._is_compiling_flag.
 """
 
 from __future__ import annotations
@@ -204,12 +204,27 @@ def compiled(
     higher: whether its results are on the tape.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_is_compiling())
         stack.enter_context(registered())
         stack.enter_context(torch.set_grad_enabled(higher))
         stack.enter_context(tracing(TracingContext(program.fake_mode)))
         stack.enter_context(program.autocast.restored())
         stack.enter_context(sizes.without_guards(program.fake_mode.shape_env))
         return program.compile(graph, examples)
+
+
+@contextlib.contextmanager
+def _is_compiling() -> Iterator[None]:
+    """A block in which torch.compiler.is_compiling() holds, as it does while Dynamo compiles: where
+    it does not, a graph that one thread traces has compiled code that another one calls be refused,
+    as if it were what is traced. Inside of compile_lock.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager

@@ -82,6 +82,35 @@ def test_threads() -> None:
         assert_same(one, right)
 
 
+def test_a_thread_that_calls_while_another_compiles_a_derivative() -> None:
+    """A graph that is being traced is a state of the process."""
+    other, found = compiled(torch.sin), []
+    other(X)
+    is_traced = threading.Event()
+
+    def call_it(x: Tensor) -> Tensor:
+        if is_traced.is_set():
+            thread = threading.Thread(target=lambda: found.append(other(X)))
+            thread.start()
+            thread.join()
+        return torch.empty_like(x)
+
+    with torch.library._scoped_library("normpass_tests", "FRAGMENT") as library:
+        library.define("twice_while_traced(Tensor x) -> Tensor")
+        twice: Any = torch.ops.normpass_tests.twice_while_traced
+        library.impl("twice_while_traced", lambda x: 2 * x, "CPU")
+        torch.library.register_fake("normpass_tests::twice_while_traced", call_it, lib=library)
+        torch.library.register_autograd(
+            "normpass_tests::twice_while_traced", lambda ctx, g: 2 * g, lib=library
+        )
+        y = compiled(lambda x, w: twice(x @ w).sin())(X, W)
+        is_traced.set()
+        (first,) = torch.autograd.grad(y.sum(), X, create_graph=True)
+    assert_same([first], torch.autograd.grad((2 * (X @ W)).sin().sum(), X))
+    assert len(found) > 0
+    assert_same(found, [torch.sin(X)] * len(found))
+
+
 def test_what_torch_has_no_derivative_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a fault of ours: uncompiled, it is as in eager mode."""
 
