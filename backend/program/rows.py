@@ -98,7 +98,8 @@ def _rows_together(plan: Plan, machine: Machine) -> Together | None:
         return None
     last = [child for child in loops[-1].body if isinstance(child, Loop)][-1]
     if not arrays and not machine.whole_lines:
-        return None  # to be written past the caches, in lines, gains more
+        # Alone they are written past the caches, in lines; what writes none is no slower alone.
+        return None
     if not arrays and unaligned_row(last, plan):
         return None  # to begin where memory is aligned gains more, and is another place in each row
     return Together(axis.name, Jam(2 if row in PAIRS else JAM))
