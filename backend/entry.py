@@ -287,7 +287,7 @@ class FusionPass(_Pass):
 
     def _missing(self, lowered: Lowered) -> str | None:
         """Why there is no kernel for a region, or None."""
-        if self.settings.inner == "inductor" and (why := inductor_call.without_python()):
+        if self.settings.inner == "inductor" and (why := inductor_call.no_call(lowered.device)):
             return why
         return _missing(lowered)
 

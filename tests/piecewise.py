@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from normpass.backend.explain import record
@@ -23,6 +24,25 @@ HEADS, SIZE = 5, 48
 
 def heads(x: Tensor) -> Tensor:
     return x.view(x.shape[0], x.shape[1], HEADS, SIZE)
+
+
+def rotated(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotated(x) * sin
+
+
+def rms_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Qwen 3 and Gemma 3 have it."""
+    return rope(F.rms_norm(heads(x), (SIZE,), w).transpose(1, 2), cos, sin)
+
+
+def gated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = F.layer_norm(heads(x), (SIZE,), w)
+    return y[..., :24] * F.gelu(y[..., 24:]) + cos[:, None, :24] * sin[:, None, 24:]
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:

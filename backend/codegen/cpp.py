@@ -40,22 +40,31 @@ def generate(plan: Plan) -> str:
     tensors: the region's inputs, then its outputs. sizes: its run-time sizes. past_caches: whether
     all of that is more than caches hold.
     """
-    return _Printer(plan).source()
+    return _Printer(plan).source(
+        '#include "normpass.h"\nusing namespace normpass;', 'extern "C" void'
+    )
+
+
+def generate_within(plan: Plan) -> str:
+    """The same function without the header, `static void kernel(...)`: what stands in a namespace
+    of a larger file, itself in `normpass`.
+    """
+    return _Printer(plan).source("", "static void")
 
 
 class _Printer(LoopPrinter):
     """Prints the tree of a plan: the function, and the loops around its leaves."""
 
-    def source(self) -> str:
+    def source(self, head: str, kind: str) -> str:
         for text in str(self.region).splitlines():
             self.line(f"// {text}")
-        self.line('#include "normpass.h"')
-        self.line("using namespace normpass;")
+        for text in head.splitlines():
+            self.line(text)
         self.line(f"using scalar = {'double' if self.double else 'float'};")
         self.line("using Vec = Vectorized<scalar>;")
         self.line()
         parameters = "void* const* tensors, const int64_t* sizes, int workers, bool past_caches"
-        with self.block(f'extern "C" void kernel({parameters})'):
+        with self.block(f"{kind} kernel({parameters})"):
             self.arguments()
             self.top(self.plan.body)
         return "\n".join(self.lines) + "\n"

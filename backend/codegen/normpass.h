@@ -22,6 +22,7 @@
 
 #include "functions.h"
 
+#ifndef NORMPASS_WITHOUT_PYTHON
 // Of Python's own interface, whose header kernels do without.
 extern "C" {
 typedef struct _object PyObject;
@@ -59,6 +60,7 @@ void launch(const Arguments* arguments, PyObject* tensors, int threads) {
   PyEval_RestoreThread(state);
 }
 }
+#endif
 
 namespace normpass {
 

@@ -62,7 +62,7 @@ def mark(graph: Graph) -> None:
     """Marks a graph: its large products are oneDNN's."""
     if graph.owning_module is None or not is_faster() or _is_tuned():
         return
-    if inductor_call.without_python() is None:
+    if inductor_call.is_python():
         graph.owning_module.meta[MARK] = True
 
 

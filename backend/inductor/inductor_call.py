@@ -4,8 +4,8 @@ Inductor calls an operator it does not know through the dispatcher. On CPUs its 
 region's kernel directly instead: with caches swept by the tensors of a step, the detour through the
 dispatcher costs about 40 us, as much as a twentieth of a backward over 50 MB.
 
-Code without Python cannot call it at all: AOTInductor packages run in C++ alone, and cpp_wrapper is
-meant to. Regions stay with Inductor there until kernels can be packaged (`without_python`).
+Code without Python has the kernel in it where it runs on CPUs (cpp_call.py). On GPUs regions stay
+with Inductor there, as they do where its code is a graph (`no_call`).
 
 Uses of torch._inductor here (ir.FallbackKernel and MultiOutput, register_lowering, add_import_once,
 config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation,
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from normpass.backend.inductor import cpp_call
 from normpass.backend.inductor.dying import dying, keep
 from normpass.backend.inductor.images import images
 from normpass.backend.inductor.memory_format import Wishes, settled
@@ -45,7 +46,7 @@ IMPORT_CALL_SITE = f"from normpass.backend.run.runtime import CallSite as {CALL_
 
 
 @cache
-def install() -> None:
+def install() -> bool:
     """Tells Inductor, once a process, how to lower the operator and what lies beside it. Graphs
     without regions are compiled as ever.
     """
@@ -53,20 +54,40 @@ def install() -> None:
         _install()
     except Exception as error:  # another Inductor than those that were checked
         log.info("regions are called through the dispatcher: %r", error)
+        return False
+    return True
 
 
-def without_python() -> str | None:
-    """Why the code that is being compiled cannot call a region; None if it can."""
+def no_call(device: str) -> str | None:
+    """Why the code that is being compiled cannot call a region on a device; None if it can."""
+    from torch._inductor import config
+
+    if config.fx_wrapper:
+        return "fx_wrapper: Inductor's code as an FX graph holds no calls of operators of others"
+    if not is_cpp():
+        return None
+    if device != "cpu":
+        return "C++ calls what is compiled (AOTInductor, cpp_wrapper), and Python this GPU kernel"
+    if config.aot_inductor.allow_stack_allocation:
+        return "allow_stack_allocation: what lies on the stack is no tensor that a kernel is given"
+    if not install():
+        return "C++ calls what is compiled, and this Inductor could not be told of the kernel"
+    return None
+
+
+def is_cpp() -> bool:
+    """Whether the code that is being compiled will be C++."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
-    if V.aot_compilation:
-        return "AOTInductor: a package runs without Python, which calls this kernel"
-    if config.cpp_wrapper:
-        return "cpp_wrapper: C++ calls what is compiled, and Python calls this kernel"
-    if config.fx_wrapper:
-        return "fx_wrapper: Inductor's code as an FX graph holds no calls of operators of others"
-    return None
+    return bool(V.aot_compilation or config.cpp_wrapper)
+
+
+def is_python() -> bool:
+    """Whether the code that is being compiled will be Python, and no graph either."""
+    from torch._inductor import config
+
+    return not (is_cpp() or config.fx_wrapper)
 
 
 def rounds_everywhere() -> bool:
@@ -179,7 +200,7 @@ def _install() -> None:
         for x in inputs:
             if ir.is_storage_and_layout(x):
                 ir.as_storage_and_layout(x, freeze=True)
-        call = anywhere
+        call, in_cpp = anywhere, is_cpp()
         with faults.survived("settling where its tensors lie", "a region", "They are copied"):
             try:
                 text, sizes = _settled(text, sizes, inputs, V.graph)
@@ -189,7 +210,12 @@ def _install() -> None:
         example: tuple[int, ...] = ()
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
             example = _examples(sizes, V.graph)
-            _start(text, example, inputs[0].get_device().type)
+            if not in_cpp:
+                _start(text, example, inputs[0].get_device().type)
+        if in_cpp:
+            if call is anywhere:
+                inputs = cpp_call.laid_out(text, sizes, inputs)
+            return tree_map(ir.TensorBox.create, cpp_call.results(text, sizes, example, inputs))
         results: Any = call.create(region_op, inputs, sizes, text)
         for result in results:
             result.inputs[0].text, result.inputs[0].sizes = text, example

@@ -11,6 +11,8 @@ import torch
 # What Inductor's own code calls for each tensor: ten times cheaper than the same in Python.
 from torch._C._dynamo.guards import assert_size_stride
 
+from normpass.passes.region import product
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -38,6 +40,20 @@ class Layout(NamedTuple):
     def empty(self, device: torch.device) -> Tensor:
         """New memory of this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+class Work(NamedTuple):
+    """How much a launch works on. elements: of all axes together. traffic: bytes of its tensors."""
+
+    elements: int
+    traffic: int
+
+    @classmethod
+    def of(cls, region: Region, extents: Mapping[str, int]) -> Work:
+        inputs = (Layout.of(region, buffer, extents) for buffer in region.inputs)
+        results = (Layout.of_result(region, each, extents) for each in region.results)
+        traffic = sum(product(x.shape) * x.dtype.itemsize for x in (*inputs, *results))
+        return cls(product(extents[axis.name] for axis in region.axes), traffic)
 
 
 def reads_what_is_not_there(region: Region, extents: Mapping[str, int]) -> bool:

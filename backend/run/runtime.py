@@ -30,6 +30,7 @@ from normpass.backend.run.caches import private_cache
 from normpass.backend.run.layouts import (
     Layout,
     Piece,
+    Work,
     lie_as_planned,
     outputs_in,
     pieces,
@@ -37,7 +38,6 @@ from normpass.backend.run.layouts import (
     relaid_out,
 )
 from normpass.backend.run.reference import evaluate
-from normpass.passes.region import product
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -186,12 +186,11 @@ class Kernel:
         extents = region.extents(sizes)
         inputs = tuple(Layout.of(region, buffer, extents) for buffer in region.inputs)
         results = tuple(Layout.of_result(region, each, extents) for each in region.results)
-        elements = product(extents[axis.name] for axis in region.axes)
-        traffic = sum(product(t.shape) * t.dtype.itemsize for t in (*inputs, *results))
-        workers = max(1, elements // ELEMENTS_PER_WORKER)
+        work = Work.of(region, extents)
+        workers = max(1, work.elements // ELEMENTS_PER_WORKER)
         # What the workers' own caches cannot keep is written around them: filling a line that is
         # about to be overwritten costs more than its next reader saves, from the last level.
-        past_caches = traffic > min(torch.get_num_threads(), workers) * private_cache()
+        past_caches = work.traffic > min(torch.get_num_threads(), workers) * private_cache()
         numbers = (ctypes.c_int64 * max(len(sizes), 1))(*sizes)
         arguments = Arguments(DATA_PTR, numbers, workers, past_caches)
         run = partial(function, ctypes.pointer(arguments))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +13,12 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from tracing import trace
 
-import normpass
 from normpass.backend import entry
 from normpass.backend.explain import record
 from normpass.backend.inductor import inductor_call
 from normpass.backend.options import Options
 from normpass.backend.run import toolchain
 from normpass.passes.pipeline import Refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OPERATOR = "torch.ops.normpass.region.default("
 
@@ -87,18 +83,6 @@ def test_a_profiler_sees_the_operator() -> None:
     ]
 
 
-def test_cpp_wrapper_gets_inductors_own() -> None:
-    """Its code calls what is compiled from C++; a region's kernel is called from Python."""
-    with record.listen() as heard:
-        check(
-            Turned(), torch.randn(5, 24, 8), inductor={"fx_graph_cache": False, "cpp_wrapper": True}
-        )
-    assert len(heard) == 2
-    for decision in heard:
-        assert isinstance(decision, Refused)
-        assert decision.reason.startswith("cpp_wrapper: ")
-
-
 def test_a_graph_as_wrapper_gets_inductors_own() -> None:
     """Stock Inductor has it on GPUs alone, so this asks the pass."""
     from torch._inductor import config
@@ -109,29 +93,6 @@ def test_a_graph_as_wrapper_gets_inductors_own() -> None:
     (decision,) = heard
     assert isinstance(decision, Refused)
     assert decision.reason.startswith("fx_wrapper: ")
-
-
-# torch's own, in torch.export
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_package_of_aot_inductor_gets_inductors_own(dynamic: bool, tmp_path: Path) -> None:
-    """Norms large enough to be fused elsewhere; the package runs and is right."""
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
-
-    norm = nn.Sequential(nn.LayerNorm(1024), nn.RMSNorm(1024)).eval()
-    x = torch.randn(1024, 1024)
-    batch = {0: torch.export.Dim("rows", min=2, max=4096)} if dynamic else None
-    with normpass.registered(), torch.no_grad():
-        exported = torch.export.export(norm, (x,), dynamic_shapes=(batch,) if dynamic else None)
-        with record.listen() as heard:
-            package = aoti_compile_and_package(exported, package_path=str(tmp_path / "norm.pt2"))
-    assert heard
-    for decision in heard:
-        assert isinstance(decision, Refused)
-        assert decision.reason.startswith("AOTInductor: ")
-    model = aoti_load_package(package)
-    for rows in (1024, 700) if dynamic else (1024,):
-        torch.testing.assert_close(model(x[:rows]), norm(x[:rows]), rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision_is_rounded_where_inductor_is_told_so() -> None:

@@ -13,11 +13,15 @@ from piecewise import (
     as_exact,
     both,
     compiled,
+    gated,
     heads,
     in_triton,
     inputs,
     is_joined,
     many,
+    rms_rope,
+    rope,
+    rotated,
 )
 from torch import Tensor
 
@@ -30,20 +34,6 @@ from normpass.passes.region_text import parse
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-def rotated(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat([-x[..., half:], x[..., :half]], -1)
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + rotated(x) * sin
-
-
-def rms_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As Qwen 3 and Gemma 3 have it."""
-    return rope(F.rms_norm(heads(x), (SIZE,), w).transpose(1, 2), cos, sin)
 
 
 def layer_norm_rope_chunked(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,11 +50,6 @@ def in_thirds(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Cut in two ways, so that there are four pieces in all."""
     y = F.layer_norm(heads(x), (SIZE,), w)
     return torch.cat([y[..., 32:], y[..., :32]], -1) * cos[:, None] + y
-
-
-def gated(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    y = F.layer_norm(heads(x), (SIZE,), w)
-    return y[..., :24] * F.gelu(y[..., 24:]) + cos[:, None, :24] * sin[:, None, 24:]
 
 
 def largest(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -91,3 +91,30 @@ def test_a_region_reads_x_alone() -> None:
 
     (region,) = fused(block, X, X.cos())
     assert all(op.fn != "div" or 1.0 not in op.args for op in region.ops)
+
+
+# ---- as_strided
+
+
+@pytest.mark.parametrize(
+    ("function", "reshaped"),
+    [
+        (lambda x: x.exp().as_strided((40, 6), (6, 1)).sin(), True),
+        (lambda x: x.exp().as_strided((2, 3, 40), (120, 40, 1)), True),
+        (lambda x: x.as_strided((240,), (1,)).sin(), True),
+        (lambda x: x.exp().as_strided((6, 40), (40, 1), 0).sin(), True),
+        (lambda x: x.exp().as_strided((5, 40), (40, 1), 0).sin(), False),
+        (lambda x: x.exp().as_strided((5, 40), (40, 1), 40).sin(), False),
+        (lambda x: x.exp().as_strided((40, 6), (1, 40)).sin(), False),
+        (lambda x: x.exp().as_strided((6, 40), (0, 1)).sin(), False),
+        (lambda x: x.mT.exp().as_strided((6, 40), (40, 1)).sin(), False),
+        (lambda x: x[2:].as_strided((4, 40), (40, 1), 80).sin(), False),
+    ],
+)
+def test_as_strided_that_is_a_reshape(function: Callable[..., Any], reshaped: bool) -> None:
+    graph = trace(function, X)
+    expected = graph(X)
+    remove_noops(graph.graph)
+    graph.recompile()
+    torch.testing.assert_close(graph(X), expected, rtol=0, atol=0)
+    assert len(calls(graph, aten.as_strided.default)) == (not reshaped)

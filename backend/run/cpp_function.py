@@ -1,0 +1,161 @@
+"""A region as a function of a C++ file that somebody else writes, with no Python in it: what
+runtime.py does in front of a launch is done there in C++.
+
+Inductor writes such files for `cpp_wrapper` and for AOTInductor's packages. The kernel's text goes
+into them, and normpass.h in front of the first one, so that a package holds all that it calls and a
+file is known by all that is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from normpass.backend.codegen import cpp
+from normpass.backend.codegen.text import TYPES, index_expression
+from normpass.backend.program.machine import ELEMENTS_PER_WORKER, machine_of
+from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes, symbol
+from normpass.backend.run.caches import private_cache
+from normpass.backend.run.layouts import Work, pieces
+from normpass.backend.run.toolchain import HEADERS
+from normpass.passes.region import product
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from normpass.backend.program.sizes import SizeClass
+    from normpass.passes.region import Buffer, Region
+
+# Kernels contract a*b+c wherever they are compiled (EXTRA_FLAGS in toolchain.py); Inductor's code
+# around them is compiled without.
+CONTRACTED = """\
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#elif defined(__GNUC__)
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=fast")
+#endif"""
+AS_BEFORE = """\
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC pop_options
+#endif"""
+
+
+@dataclass(frozen=True)
+class Function:
+    """extern "C" void name(inputs, results, sizes): pointers, and run-time sizes as int64_t.
+
+    source: its definition, which `header()` has to stand in front of.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    source: str
+
+    @property
+    def declaration(self) -> str:
+        return declaration(self.name, self.parameters)
+
+    @property
+    def types(self) -> list[str]:
+        """Of its parameters."""
+        return [parameter.rpartition(" ")[0] for parameter in self.parameters]
+
+
+def declaration(name: str, parameters: Sequence[str]) -> str:
+    return f'extern "C" void {name}({", ".join(parameters)})'
+
+
+@cache
+def header() -> str:
+    """What kernels are written in, as text that may stand in one file more than once."""
+    texts = [path.read_text() for path in reversed(HEADERS)]
+    own = {"#pragma once", *(f'#include "{path.name}"' for path in HEADERS)}
+    lines = [line for text in texts for line in text.splitlines() if line not in own]
+    return _once("NORMPASS_WITHOUT_PYTHON", lines)
+
+
+@cache
+def function(text: str, sizes: tuple[int, ...]) -> Function:
+    """The function of a region's text.
+
+    sizes: its run-time sizes in the example that the graph was traced with. The kernel that is
+    planned for sizes such as these runs for them, and one that holds for all sizes for others.
+    """
+    region, classes = parse(text), size_classes(sizes)
+    plans = [make_plan(region, machine_of("cpu"), each) for each in dict.fromkeys(((), classes))]
+    kernels = list(dict.fromkeys(map(cpp.generate_within, plans)))
+    digest = hashlib.sha256("".join((header(), *kernels)).encode()).hexdigest()
+    name = f"normpass_{region.name}_{digest[:16]}"
+    parameters = (
+        *(f"const void* {buffer.name}" for buffer in region.inputs),
+        *(f"void* result_{k}" for k in range(len(region.results))),
+        *(f"int64_t n_{size}" for size in region.runtime_sizes),
+    )
+    spaces = [f"normpass::{name}_{k}" for k in range(len(kernels))]
+    lines = []
+    for space, kernel in zip(spaces, kernels, strict=True):
+        lines += [f"namespace {space} {{", *kernel.splitlines(), "}"]
+    lines += [f"{declaration(name, parameters)} {{", *_launch(region, classes, spaces), "}"]
+    return Function(name, parameters, _once(f"HAS_{name}", lines))
+
+
+def _once(guard: str, lines: Sequence[str]) -> str:
+    around = (f"#ifndef {guard}", f"#define {guard}", CONTRACTED), (AS_BEFORE, "#endif", "")
+    return "\n".join((*around[0], *lines, *around[1]))
+
+
+def _launch(region: Region, classes: Sequence[SizeClass], spaces: Sequence[str]) -> Iterator[str]:
+    """What the function does: where everything lies, how many workers there are, which kernel.
+
+    spaces: the namespaces of the kernel for all sizes, and of that for sizes of these classes.
+    """
+    extents: Mapping[str, Any] = region.extents([symbol(n) for n in region.runtime_sizes])
+    work = Work.of(region, extents)
+    tensors = []
+    for buffer in region.inputs:
+        read = buffer.name
+        if nothing := _of_nothing(region, buffer, extents):
+            yield nothing
+            read = f"no_{read}.empty() ? {read} : no_{read}.data()"
+        tensors.append(f"const_cast<void*>({read})")
+    for piece in pieces(region, extents):
+        kind, offset = TYPES[piece.layout.dtype].cpp, index_expression(piece.offset)
+        tensors.append(f"static_cast<{kind}*>(result_{piece.result}) + ({offset})")
+    sizes = ", ".join(f"n_{size}" for size in region.runtime_sizes) or "0"
+    most, traffic = index_expression(work.elements), index_expression(work.traffic)
+    yield f"  void* const tensors[] = {{{', '.join(tensors)}}};"
+    yield f"  const int64_t sizes[] = {{{sizes}}};"
+    yield f"  const int64_t most = std::max<int64_t>(1, ({most}) / {ELEMENTS_PER_WORKER});"
+    yield "  const int workers = std::min<int64_t>(omp_get_max_threads(), most);"
+    yield f"  const bool past_caches = {traffic} > workers * {private_cache()}L;"
+    call = "kernel(tensors, sizes, workers, past_caches);"
+    for space in spaces[1:]:
+        conditions = " && ".join(
+            f"n_{size} <= {each.most} && n_{size} % {each.multiple} == 0"
+            for size, each in zip(region.runtime_sizes, classes, strict=True)
+        )
+        yield f"  if ({conditions}) return {space}::{call}"
+    yield f"  {spaces[0]}::{call}"
+
+
+def _of_nothing(region: Region, buffer: Buffer, extents: Mapping[str, Any]) -> str:
+    """What is read in place of a tensor that repeats its elements along an axis that is empty: it
+    has none, and a kernel reads them once, in front of the loop. No text where that cannot be.
+    """
+    repeated = {axis for dim in buffer.dims for axis in dim} - buffer.axes
+    sizes = [extents[axis] for axis in sorted(repeated)]
+    empty = [size for size in sizes if not (isinstance(size, int) and size > 0)]
+    if not empty:
+        return ""
+    shape, strides = region.shape(buffer, extents), region.strides(buffer, extents)
+    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True) if step != 0)
+    room = f"({index_expression(last + 1)}) * sizeof({TYPES[buffer.dtype].cpp})"
+    is_empty = f"{index_expression(product(empty))} == 0"
+    return f"  const std::vector<char> no_{buffer.name}({is_empty} ? {room} : 0);"
