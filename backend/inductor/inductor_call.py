@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from normpass.backend.inductor import cpp_call
+from normpass.backend.inductor import bundled, cpp_call
 from normpass.backend.inductor.dying import dying, keep
 from normpass.backend.inductor.images import images
 from normpass.backend.inductor.memory_format import Wishes, settled
@@ -117,10 +117,10 @@ def _examples(sizes: Sequence[Any], graph: Any) -> tuple[int, ...]:
     return tuple(expected(sympy.sympify(size).subs(known)) for size in sizes)
 
 
-def _start(text: str, sizes: tuple[int, ...], device: str) -> None:
+def _start(text: str, sizes: tuple[int, ...], device: str, graph: Any) -> None:
     """Begins to compile a region's kernel while Inductor goes on."""
     if device == "cpu":
-        kernel(text, sizes)
+        bundled.note(graph, kernel(text, sizes).source)
 
 
 def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -193,6 +193,7 @@ def _install() -> None:
 
     anywhere, as_settled = _calls()
     wrap(GraphLowering, "find_nodes_prefer_channels_last", _only_images)
+    bundled.install()
 
     @register_lowering(region_op, type_promotion_kind=None)
     def lower(inputs: Sequence[Any], sizes: Sequence[Any], text: str) -> Any:
@@ -211,7 +212,7 @@ def _install() -> None:
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
             example = _examples(sizes, V.graph)
             if not in_cpp:
-                _start(text, example, inputs[0].get_device().type)
+                _start(text, example, inputs[0].get_device().type, V.graph)
         if in_cpp:
             if call is anywhere:
                 inputs = cpp_call.laid_out(text, sizes, inputs)

@@ -12,8 +12,10 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import tempfile
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -86,9 +88,29 @@ def _builder(
 
 @cache
 def _command() -> bytes:
-    """The compiler's command line, as part of a kernel's identity."""
+    """The compiler's command line."""
     root = Path("/")
     return str(_builder(root / "in", "out", root, root).get_command_line()).encode()
+
+
+@cache
+def _processor() -> bytes:
+    """What this processor can do, for which kernels are compiled (-march=native)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    (flags, *_) = [line for line in lines if line.startswith(("flags", "Features"))] or [""]
+    return " ".join(sorted(flags.split())).encode()
+
+
+def _identity() -> bytes:
+    """What a library depends on beside its source: torch, the compiler's flags, without the places
+    of files, which are others on another machine, and the processor.
+    """
+    words = _command().split()
+    flags = [word for word in words if not word.startswith((b"-I", b"-L", b"/"))]
+    return b" ".join((torch.__version__.encode(), *flags, _processor()))
 
 
 @cache
@@ -116,11 +138,10 @@ def _include() -> Path:
 
 
 def key_of(source: str) -> str:
-    """What a kernel's file is called: source, header, torch, compiler and its flags."""
+    """What a kernel's file is called: source, header, torch, compiler, its flags, processor."""
     digest = hashlib.sha256(source.encode())
     digest.update(_header_digest())
-    digest.update(torch.__version__.encode())
-    digest.update(_command())
+    digest.update(_identity())
     return digest.hexdigest()[:32]
 
 
@@ -134,12 +155,11 @@ def load(source: str) -> ctypes.CDLL:
     """
     from torch._inductor.exc import InvalidCxxCompiler
 
-    directory = cache_dir()
     try:
         key = key_of(source)
     except InvalidCxxCompiler as error:  # it may have been there when the graph was compiled
         raise CompileError(f"no C++ compiler: {error}") from error
-    library, checksum = directory / f"{key}.so", directory / f"{key}.sum"
+    library, checksum = _places(key)
     if not _is_whole(library, checksum):
         if library.exists() and checksum.exists():  # else another process is about to finish
             log.warning("kernel %s in the cache is damaged: building it again", library)
@@ -171,13 +191,50 @@ def _build(source: str, library: Path, checksum: Path) -> None:
             builder.build()
         except CppCompileError as error:
             raise CompileError(str(error)) from error
-        built = Path(builder.get_target_file_path())
-        total = Path(folder) / "sum"
-        total.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
         text.replace(library.with_suffix(".cpp"))
-        built.replace(library)
-        total.replace(checksum)
+        _put(Path(builder.get_target_file_path()), library, checksum)
     compiled += 1
+
+
+def _put(built: Path, library: Path, checksum: Path) -> None:
+    """Moves a library to where others find it, with its checksum after it."""
+    total = built.with_suffix(".sum")
+    total.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
+    built.replace(library)
+    total.replace(checksum)
+
+
+# ---- libraries that travel
+
+
+def built(source: str) -> str | None:
+    """The key of a kernel's library once it is built; None if it cannot be."""
+    with suppress(Exception):  # it is told where the kernel is launched
+        start(source).result()
+        return key_of(source)
+    return None
+
+
+def packed(key: str | None) -> bytes | None:
+    """A library of this machine's cache for another one's; None if it is not there."""
+    with suppress(OSError):
+        return zlib.compress((cache_dir() / f"{key}.so").read_bytes(), 1)
+    return None
+
+
+def unpack(key: str, data: bytes) -> None:
+    """Puts a library into this machine's cache. Where nothing can be written, nothing is."""
+    with suppress(OSError):
+        library, checksum = _places(key)
+        if not (library.exists() and checksum.exists()):
+            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+                built = Path(folder) / "kernel.so"
+                built.write_bytes(zlib.decompress(data))
+                _put(built, library, checksum)
+
+
+def _places(key: str) -> tuple[Path, Path]:
+    return cache_dir() / f"{key}.so", cache_dir() / f"{key}.sum"
 
 
 _header_lock = Lock()
