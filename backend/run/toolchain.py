@@ -106,9 +106,10 @@ def _processor() -> bytes:
 
 def _identity() -> bytes:
     """What a library depends on beside its source: torch, the compiler's flags, without the places
-    of files, which are others on another machine, and the processor.
+    of files, which are others on another machine, and the processor. Each flag once: Inductor
+    repeats some of them the second time it is asked.
     """
-    words = _command().split()
+    words = dict.fromkeys(_command().split())
     flags = [word for word in words if not word.startswith((b"-I", b"-L", b"/"))]
     return b" ".join((torch.__version__.encode(), *flags, _processor()))
 
