@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from normpass import rule
-    from normpass.backend.entry import fuse
     from normpass.backend.explain.explain import Report, explain
+    from normpass.backend.fusion import fuse
     from normpass.decomps.activation import unregister
     from normpass.decomps.function_ops import as_op
     from normpass.decomps.functional import functional_call_with_buffers
@@ -63,7 +63,7 @@ _HOME = {
     "derivative": "normpass.decomps.registry",
     "explain": "normpass.backend.explain.explain",
     "functional_call_with_buffers": "normpass.decomps.functional",
-    "fuse": "normpass.backend.entry",
+    "fuse": "normpass.backend.fusion",
     "grad_graph": "normpass.decomps.table.graphs",
     "jvp": "normpass.decomps.table.binding",
     "jvp_graph": "normpass.decomps.table.graphs",

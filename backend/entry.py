@@ -15,7 +15,6 @@ and 2.15.
 from __future__ import annotations
 
 import logging
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -27,18 +26,14 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from normpass.backend import higher_order, inductor_mistakes
-from normpass.backend.explain import dump, record
+from normpass.backend.explain import dump
 from normpass.backend.higher_order.inside import rules_if_asked_for
-from normpass.backend.inductor import donated, gemm, image_gradients, inductor_call, rest
-from normpass.backend.inductor.memory_format import as_expected
+from normpass.backend.inductor import donated, gemm, image_gradients
 from normpass.backend.inductor.mutated import constant_inputs
 from normpass.backend.options import Options
 from normpass.backend.program.machine import machine_of
-from normpass.backend.program.traffic import traffic
 from normpass.backend.run import toolchain
 from normpass.backend.run.calibration import conditions_of
-from normpass.backend.run.op import print_for, region_op
-from normpass.backend.run.runtime import kernel
 from normpass.decomps import digest, registry
 from normpass.decomps.activation import (
     averages_running_statistics,
@@ -47,17 +42,12 @@ from normpass.decomps.activation import (
 )
 from normpass.decomps.activation.inductor_state import as_tuple
 from normpass.passes import faults, saved
-from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
-from normpass.passes.rewrite import examples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import Graph, GraphModule
 
-    from normpass.passes.cost import Work
-    from normpass.passes.lower import Lowered
-    from normpass.passes.profit import Estimate
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +172,7 @@ def decomposition_table(_digest: str = "") -> DecompositionTable:
     import_module("torch._inductor.lowering")  # a pool's decomposition takes it for imported
     theirs = select_decomp_table()
     return DecompositionTable(
-        {**theirs, **image_gradients.kept_whole(theirs), **registry.decompositions()}
+        {**theirs, **image_gradients.kept_whole(theirs), **registry.decompositions_in_use()}
     )
 
 
@@ -241,117 +231,15 @@ class FusionPass(_Pass):
     """Fuses the regions of one forward or backward graph."""
 
     def run(self, graph: Graph) -> None:
-        if not self.settings.fuse:
-            return
-        number = dump.graph(self.settings.debug, "20_before", graph)
-        before = record.before(graph)
-        if self.settings.inner == "inductor":
-            rest.prepare(graph, self.settings)
-        decisions = fuse_graph(
-            graph,
-            region_op,
-            least_bytes=self.settings.least_bytes,
-            lay_out=self._lay_out(graph),
-            kernel=_kernel,
-            conditions=conditions_of,
-            missing=self._missing,
-            rounded=self.settings.inner == "inductor" and inductor_call.rounds_everywhere(),
-            donated=self._donated(graph),
-        )
-        if self.settings.inner == "inductor":
-            inductor_call.install()
-        else:
-            with faults.survived("the start of kernels", "a graph", "They are built when they run"):
-                _start(decisions)
-        with faults.survived("the record of what was fused", "a graph", "Reports lack it"):
-            record.decisions(decisions)
-            record.after(before, graph, decisions)
-            dump.graph(self.settings.debug, "30_fused", graph, number)
-            dump.kernels(self.settings.debug, decisions, number)
+        if self.settings.fuse:
+            from normpass.backend import fusion  # a cache has most graphs
 
-    def _lay_out(self, graph: Graph) -> LayOut:
-        """How Inductor is expected to lay out the tensors of regions."""
-        if self.settings.inner == "inductor":
-            with faults.survived(
-                "foretelling where tensors lie", "a graph", "They are settled later"
-            ):
-                return as_expected(graph)
-        return lambda lowered: lowered
-
-    def _donated(self, graph: Graph) -> Container[Node]:
-        """What Inductor may write over of a graph's inputs."""
-        if self.settings.inner == "inductor":
-            with faults.survived("telling donated tensors", "a graph", "None is taken for one"):
-                return donated.donated(graph)
-        return ()
-
-    def _missing(self, lowered: Lowered) -> str | None:
-        """Why there is no kernel for a region, or None."""
-        if self.settings.inner == "inductor" and (why := inductor_call.no_call(lowered.device)):
-            return why
-        return _missing(lowered)
+            fusion.fuse_regions(graph, self.settings)
 
 
 def fusion_pass() -> FusionPass:
     """The pass with default options, for `normpass.register()`."""
     return FusionPass()
-
-
-def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
-    """The passes alone: a copy of a functional ATen graph with its norm regions fused.
-
-    gm: as from make_fx or AOTAutograd, decomposed with `decompositions()` or not, every node with
-    its example value in `node.meta["val"]`. least_bytes: regions that move fewer bytes stay; None
-    for the measured default.
-
-    Raises:
-        ValueError: if a node has no example value.
-    """
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            raise ValueError(
-                f"expected every node's example value in node.meta['val'], found none for "
-                f"{node.name}: trace with make_fx(..., tracing_mode='fake') or 'symbolic'"
-            )
-    fused = torch.fx.GraphModule(gm, deepcopy(gm.graph))
-    decisions = fuse_graph(
-        fused.graph,
-        region_op,
-        least_bytes=least_bytes,
-        kernel=_kernel,
-        conditions=conditions_of,
-        missing=_missing,
-    )
-    record.decisions(decisions)
-    fused.recompile()
-    return fused
-
-
-def _kernel(lowered: Lowered, estimate: Estimate) -> Work:
-    """What the kernel of a region would do."""
-    here = conditions_of(lowered.device)
-    return traffic(str(lowered.region), estimate.sizes, lowered.device, here)
-
-
-def _missing(lowered: Lowered) -> str | None:
-    """Why there is no kernel for a region, or None. It is printed here, so that what cannot be
-    stays with Inductor rather than fails in a run.
-    """
-    if lowered.device == "cpu" and (missing := toolchain.missing_compiler()):
-        return missing
-    try:
-        sizes = examples(lowered.sizes, lowered.inputs)
-        print_for(str(lowered.region), sizes, lowered.device)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def _start(decisions: Sequence[Decision]) -> None:
-    """Begins to compile the kernels of a graph that nothing lowers."""
-    for decision in decisions:
-        if isinstance(decision, Fused) and decision.device == "cpu":
-            kernel(decision.text, decision.sizes)
 
 
 def source_digest() -> str:

@@ -42,7 +42,7 @@ def _of_others() -> dict[str, list[str]]:
     from normpass.decomps import registry
 
     found: dict[str, list[str]] = {}
-    for rule in registry.rules():
+    for rule in registry.loaded():
         file = rule.code.co_filename if rule.code else ""
         if not Path(file).is_relative_to(_OURS):
             found.setdefault(file, []).append(f"{rule.kind} {rule.name} {rule.place}")

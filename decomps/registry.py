@@ -149,9 +149,10 @@ _RULES: dict[tuple[Kind, OpOverload | str], Rule] = {}
 # Those of users, which stand before ours (decomps/user_rules.py).
 DECLARED: dict[tuple[Kind, OpOverload | str], Rule] = {}
 
-# The packages whose import registers rules.
+# The packages whose import registers rules; the first has all decompositions of ATen's operators.
+_NORMS = "normpass.decomps.norms"
 _ROOMS = (
-    "normpass.decomps.norms",
+    _NORMS,
     "normpass.decomps.derivatives",
     "normpass.decomps.zero_tensors",
     "normpass.decomps.batching.attention",
@@ -306,6 +307,11 @@ def find_op(name: str) -> OpOverload | None:
 def rules() -> tuple[Rule, ...]:
     """Every rule, in the order of registration."""
     _load()
+    return loaded()
+
+
+def loaded() -> tuple[Rule, ...]:
+    """The rules whose modules are imported, in the order of registration."""
     return tuple({**_RULES, **DECLARED}.values())
 
 
@@ -322,9 +328,18 @@ def _load() -> None:
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """A fresh table, op to function, for aot_autograd(decompositions=...)."""
+    _load()
+    return decompositions_in_use()
+
+
+def decompositions_in_use() -> dict[OpOverload, Callable[..., Any]]:
+    """Those of ATen's operators, and of our own as far as their modules are imported: the others
+    are not there to be called. To import them all takes a tenth of a second.
+    """
+    importlib.import_module(_NORMS)
     return {
         rule.op: rule.function
-        for rule in rules()
+        for rule in loaded()
         if rule.op is not None and (rule.kind == "decomposition" or rule.op.namespace == "normpass")
     }
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Graph, GraphModule
 
-from normpass.backend.codegen.source import kernel_source, program
-from normpass.backend.program.listing import listing
-from normpass.passes.pipeline import Decision, Fused
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from normpass.passes.pipeline import Decision
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +35,11 @@ def kernels(folder: str | None, decisions: Sequence[Decision], number: int) -> N
     """Writes the region, the program and the kernel of everything fused."""
     if not folder:
         return
+    # Whoever imports this module for the graph that Dynamo hands over needs none of these.
+    from normpass.backend.codegen.source import kernel_source, program
+    from normpass.backend.program.listing import listing
+    from normpass.passes.pipeline import Fused
+
     for k, decision in enumerate(decisions):
         if isinstance(decision, Fused):
             stem = f"{number:03d}_40_kernel{k}_{decision.name}"

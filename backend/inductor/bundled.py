@@ -12,10 +12,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from normpass.backend.inductor_mistakes.mistake import wrap
-from normpass.backend.run import toolchain
+from normpass.backend.run import known, toolchain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
+
+    from normpass.backend.run.known import Facts
+    from normpass.backend.run.runtime import Kernel
 
 log = logging.getLogger(__name__)
 NAME = "normpass_kernels"
@@ -25,29 +28,42 @@ class Kernels:
     """Those of one compiled graph. Pickled they are libraries, which lie in a machine's cache once
     they have been read there; one for another processor or compiler stays unused.
 
-    sources: of kernels that this process builds. keys: of libraries that came with the graph.
+    built: kernels that this process builds. read: what is known of those that came with the graph.
     """
 
-    def __init__(self, sources: tuple[str, ...] = (), keys: tuple[str, ...] = ()) -> None:
-        self.sources, self.keys = sources, keys
+    def __init__(self, built: Iterable[Kernel] = (), read: dict[str, Facts] | None = None) -> None:
+        self.built, self.read = tuple(built), read or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        keys = dict.fromkeys((*self.keys, *map(toolchain.built, self.sources)))
-        return unpacked, ({key: data for key in keys if (data := toolchain.packed(key))},)
+        facts = self.read | dict(self._of_built())
+        keys = {each.library for each in facts.values()}
+        libraries = {key: data for key in sorted(keys) if (data := toolchain.packed(key))}
+        return unpacked, (facts, libraries)
+
+    def _of_built(self) -> Iterator[tuple[str, Facts]]:
+        """Of those that can be built; of others it is told where they are launched."""
+        for kernel in self.built:
+            try:
+                kernel.library()
+                yield kernel.name, kernel.facts
+            except Exception as error:
+                log.info("a kernel is not kept with its graph: %r", error)
 
 
-def unpacked(libraries: dict[str, bytes]) -> Kernels:
+def unpacked(facts: dict[str, Facts], libraries: dict[str, bytes]) -> Kernels:
     """What comes out of a pickle."""
     for key, data in libraries.items():
         toolchain.unpack(key, data)
-    return Kernels(keys=tuple(libraries))
+    for name, each in facts.items():
+        known.remember(name, each)
+    return Kernels(read=facts)
 
 
-def note(graph: Any, source: str) -> None:
+def note(graph: Any, kernel: Kernel) -> None:
     """Notes that a graph that is being lowered calls a kernel."""
     while (parent := getattr(graph, "parent", None)) is not None:
         graph = parent
-    vars(graph).setdefault(NAME, {})[source] = True
+    vars(graph).setdefault(NAME, {})[kernel] = True
 
 
 def install() -> None:
@@ -60,7 +76,7 @@ def install() -> None:
 def _with_kernels(original: Callable[..., None]) -> Callable[..., None]:
     def made(self: Any, callable: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
         original(self, callable, graph, *args, **kwargs)
-        if sources := getattr(graph, NAME, None):
-            setattr(self, NAME, Kernels(tuple(sources)))
+        if kernels := getattr(graph, NAME, None):
+            setattr(self, NAME, Kernels(kernels))
 
     return made

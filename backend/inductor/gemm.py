@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.inductor import inductor_call
+from normpass.backend.inductor import written
 from normpass.backend.inductor_mistakes.mistake import replace
 from normpass.passes import faults
 from normpass.passes.sizes import hint
@@ -62,7 +62,7 @@ def mark(graph: Graph) -> None:
     """Marks a graph: its large products are oneDNN's."""
     if graph.owning_module is None or not is_faster() or _is_tuned():
         return
-    if inductor_call.is_python():
+    if written.is_python():
         graph.owning_module.meta[MARK] = True
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from normpass.backend.inductor import bundled, cpp_call
+from normpass.backend.inductor import bundled, cpp_call, written
 from normpass.backend.inductor.dying import dying, keep
 from normpass.backend.inductor.images import images
 from normpass.backend.inductor.memory_format import Wishes, settled
@@ -64,7 +64,7 @@ def no_call(device: str) -> str | None:
 
     if config.fx_wrapper:
         return "fx_wrapper: Inductor's code as an FX graph holds no calls of operators of others"
-    if not is_cpp():
+    if not written.is_cpp():
         return None
     if device != "cpu":
         return "C++ calls what is compiled (AOTInductor, cpp_wrapper), and Python this GPU kernel"
@@ -73,21 +73,6 @@ def no_call(device: str) -> str | None:
     if not install():
         return "C++ calls what is compiled, and this Inductor could not be told of the kernel"
     return None
-
-
-def is_cpp() -> bool:
-    """Whether the code that is being compiled will be C++."""
-    from torch._inductor import config
-    from torch._inductor.virtualized import V
-
-    return bool(V.aot_compilation or config.cpp_wrapper)
-
-
-def is_python() -> bool:
-    """Whether the code that is being compiled will be Python, and no graph either."""
-    from torch._inductor import config
-
-    return not (is_cpp() or config.fx_wrapper)
 
 
 def rounds_everywhere() -> bool:
@@ -120,7 +105,7 @@ def _examples(sizes: Sequence[Any], graph: Any) -> tuple[int, ...]:
 def _start(text: str, sizes: tuple[int, ...], device: str, graph: Any) -> None:
     """Begins to compile a region's kernel while Inductor goes on."""
     if device == "cpu":
-        bundled.note(graph, kernel(text, sizes).source)
+        bundled.note(graph, kernel(text, sizes))
 
 
 def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -201,7 +186,7 @@ def _install() -> None:
         for x in inputs:
             if ir.is_storage_and_layout(x):
                 ir.as_storage_and_layout(x, freeze=True)
-        call, in_cpp = anywhere, is_cpp()
+        call, in_cpp = anywhere, written.is_cpp()
         with faults.survived("settling where its tensors lie", "a region", "They are copied"):
             try:
                 text, sizes = _settled(text, sizes, inputs, V.graph)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
@@ -18,14 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._C._dynamo import guards
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.autograd import profiler
 
-from normpass.backend.codegen import cpp
-from normpass.backend.program.in_place import overwritable
 from normpass.backend.program.machine import ELEMENTS_PER_WORKER, machine_of
-from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
-from normpass.backend.run import toolchain
+from normpass.backend.run import known, toolchain
 from normpass.backend.run.caches import private_cache
 from normpass.backend.run.layouts import (
     Layout,
@@ -106,21 +105,48 @@ class Kernel:
     """A region's kernel for sizes of given classes. Call it with its input tensors and its run-time
     sizes.
 
-    What cannot be printed was refused when the graph was compiled, and what cannot be built is a
-    compiler's or a cache's fault: both run unfused, with one warning.
+    It is printed where this machine's cache does not know it. What cannot be printed was refused
+    when the graph was compiled, and what cannot be built is a compiler's or a cache's fault: both
+    run unfused, with one warning.
     """
 
     def __init__(self, text: str, classes: tuple[SizeClass, ...] = ()) -> None:
         self.region = parse(text)
-        self.classes = classes
+        self.text, self.classes = text, classes
         self._function: ctypes._NamedFuncPointer | None = None
         self._launches: dict[tuple[int, ...], Launch] = {}
         self._failed = False
         try:
-            self.source = print_kernel(text, classes)
-            toolchain.start(self.source)  # beside whatever else is compiled; the first call waits
+            if not self._recalled:  # it is built beside whatever else is; the first call waits
+                toolchain.start(self.source)
         except Exception as error:
             self._fail(repr(error))
+
+    @property
+    def source(self) -> str:
+        """As C++."""
+        return print_kernel(self.text, self.classes)
+
+    @cached_property
+    def name(self) -> str:
+        """What the cache knows it by."""
+        return known.name_of(self.text, self.classes, machine_of("cpu"))
+
+    @cached_property
+    def _recalled(self) -> known.Facts | None:
+        with suppress(InvalidCxxCompiler):  # there was one when the graph was compiled
+            return known.recall(self.name)
+        return None
+
+    @cached_property
+    def facts(self) -> known.Facts:
+        """What the cache is to know of it."""
+        return self._recalled or self._settled()
+
+    def _settled(self) -> known.Facts:
+        facts = known.Facts(toolchain.key_of(self.source), self._overwritable)
+        known.remember(self.name, facts)
+        return facts
 
     def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         launch = self.launch(tuple(sizes))
@@ -154,16 +180,34 @@ class Kernel:
         return found
 
     @cached_property
-    def _overwritable(self) -> Mapping[str, frozenset[str]]:
-        return overwritable(make_plan(self.region, machine_of("cpu"), self.classes))
+    def _overwritable(self) -> Mapping[str, Sequence[str]]:
+        if self._recalled:
+            return self._recalled.overwritable
+        from normpass.backend.program.in_place import overwritable
+        from normpass.backend.program.plan import make_plan
+
+        found = overwritable(make_plan(self.region, machine_of("cpu"), self.classes))
+        return {output: sorted(inputs) for output, inputs in found.items()}
+
+    def library(self) -> ctypes.CDLL:
+        """Waits until it is built.
+
+        Raises:
+            CompileError: if it cannot be.
+        """
+        if self._recalled and (library := toolchain.found(self._recalled.library)):
+            return library
+        # Asked for again, because a forked child does not get what its parent was building.
+        library = toolchain.start(self.source).result()
+        self._settled()
+        return library
 
     def _load(self) -> ctypes._NamedFuncPointer | None:
         """The kernel's entry, once it is built; None, with one warning, where that fails."""
         if self._failed:
             return None
         try:
-            # Asked for again, because a forked child does not get what its parent was building.
-            library = toolchain.start(self.source).result()
+            library = self.library()
             # It takes Python's objects, and lets go of Python itself while the kernel runs.
             function = ctypes.PyDLL(library._name, handle=library._handle).launch
             function.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_int)
@@ -203,6 +247,9 @@ def print_kernel(text: str, classes: tuple[SizeClass, ...]) -> str:
     """The C++ source of a region's text, for sizes of given classes. Whatever it raises is a fault
     of ours.
     """
+    from normpass.backend.codegen import cpp
+    from normpass.backend.program.plan import make_plan
+
     return cpp.generate(make_plan(parse(text), machine_of("cpu"), classes))
 
 

@@ -168,6 +168,12 @@ def load(source: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def found(key: str) -> ctypes.CDLL | None:
+    """A library that is in the cache and whole."""
+    library, checksum = _places(key)
+    return ctypes.CDLL(str(library)) if _is_whole(library, checksum) else None
+
+
 def _is_whole(library: Path, checksum: Path) -> bool:
     try:
         return hashlib.sha256(library.read_bytes()).hexdigest() == checksum.read_text()
@@ -205,33 +211,32 @@ def _put(built: Path, library: Path, checksum: Path) -> None:
     total.replace(checksum)
 
 
+def write(place: Path, data: bytes) -> None:
+    """Writes a file that other processes see whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        written = Path(folder) / place.name
+        written.write_bytes(data)
+        written.replace(place)
+
+
 # ---- libraries that travel
 
 
-def built(source: str) -> str | None:
-    """The key of a kernel's library once it is built; None if it cannot be."""
-    with suppress(Exception):  # it is told where the kernel is launched
-        start(source).result()
-        return key_of(source)
-    return None
-
-
-def packed(key: str | None) -> bytes | None:
+def packed(key: str) -> bytes | None:
     """A library of this machine's cache for another one's; None if it is not there."""
     with suppress(OSError):
-        return zlib.compress((cache_dir() / f"{key}.so").read_bytes(), 1)
+        return zlib.compress(_places(key)[0].read_bytes(), 1)
     return None
 
 
 def unpack(key: str, data: bytes) -> None:
     """Puts a library into this machine's cache. Where nothing can be written, nothing is."""
-    with suppress(OSError):
-        library, checksum = _places(key)
-        if not (library.exists() and checksum.exists()):
-            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-                built = Path(folder) / "kernel.so"
-                built.write_bytes(zlib.decompress(data))
-                _put(built, library, checksum)
+    library, checksum = _places(key)
+    if not (library.exists() and checksum.exists()):
+        with suppress(OSError, zlib.error), tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
+            built = Path(folder) / "kernel.so"
+            built.write_bytes(zlib.decompress(data))
+            _put(built, library, checksum)
 
 
 def _places(key: str) -> tuple[Path, Path]:

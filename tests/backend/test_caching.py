@@ -95,7 +95,7 @@ def test_processes_that_compile_one_kernel_at_once(fresh_cache: Path) -> None:
         assert out == "right\n", errors
         assert "damaged" not in errors
     kept = {file.suffix for file in (fresh_cache / "normpass").iterdir()}
-    assert kept == {".so", ".sum", ".cpp"}
+    assert kept == {".so", ".sum", ".cpp", ".json"}
 
 
 OWN_RULE = """

@@ -14,14 +14,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tracing import trace
 
-from normpass.backend import entry
+from normpass.backend import entry, fusion
 from normpass.backend.codegen import cpp
 from normpass.backend.explain import dump, record
 from normpass.backend.inductor import inductor_call
 from normpass.backend.options import Options
 from normpass.backend.program import plan
 from normpass.backend.program.launches import UnsupportedPlanError
-from normpass.backend.run import launch_triton, runtime
+from normpass.backend.run import launch_triton
 from normpass.passes import faults, names, pipeline, regions, rewrite, saved
 from normpass.passes.pipeline import Fused, Refused
 
@@ -55,8 +55,8 @@ PER_REGION: dict[str, tuple[object, str, str]] = {
     "lowering": (pipeline, "lower", "lowering"),
     "sizes": (pipeline, "estimate", "weighing"),
     "profit": (pipeline, "refusal", "weighing"),
-    "traffic": (entry, "traffic", "planning the kernel"),
-    "plan": (runtime, "make_plan", "planning the kernel"),
+    "traffic": (fusion, "traffic", "planning the kernel"),
+    "plan": (plan, "make_plan", "planning the kernel"),
     "C++": (cpp, "generate", "planning the kernel"),
     "call": (rewrite, "_read", "rewriting"),
     "order": (rewrite, "sort", "rewriting"),
@@ -64,13 +64,13 @@ PER_REGION: dict[str, tuple[object, str, str]] = {
 PER_GRAPH: dict[str, tuple[object, str, str]] = {
     "seeds": (pipeline, "seeds", "the search for regions"),
     "reach": (regions.Reach, "of", "the search for regions"),
-    "build": (entry, "_start", "the start of kernels"),
+    "build": (fusion, "_start", "the start of kernels"),
     "record": (record, "decisions", "the record of what was fused"),
     "dump": (dump, "kernels", "the record of what was fused"),
 }
 IN_LOWERING: dict[str, tuple[object, str, str]] = {
     "saved": (saved, "mark", "choosing what is saved"),
-    "foretold": (entry, "as_expected", "foretelling where tensors lie"),
+    "foretold": (fusion, "as_expected", "foretelling where tensors lie"),
     "settled": (inductor_call, "settled", "settling where its tensors lie"),
     "start": (inductor_call, "_start", "the start of a kernel"),
 }

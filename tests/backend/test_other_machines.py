@@ -8,17 +8,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from normpass.backend.inductor.bundled import Kernels
-from normpass.backend.run import toolchain
-from normpass.backend.run.runtime import print_kernel
+from normpass.backend.inductor.bundled import Kernels, unpacked
+from normpass.backend.program.machine import CPU
+from normpass.backend.program.sizes import SizeClass
+from normpass.backend.run import known, runtime, toolchain
+from normpass.backend.run.runtime import Kernel
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from normpass.backend.run.known import Facts
 
 MODEL = """
 import json, sys, torch
@@ -75,6 +80,12 @@ sub     = sub(x, sum)
 output  y: f32[r c] = sub"""
 
 
+@pytest.fixture(autouse=True)
+def _other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this one has loaded so far it asks its cache for again."""
+    monkeypatch.setattr(toolchain, "_futures", {})
+
+
 def run(program: str, path: Path, cache: Path) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-c", MODEL + program, str(path)],
@@ -113,28 +124,93 @@ def test_kernels_come_with_the_graph(save: str, load: str, tmp_path: Path) -> No
 # ---- libraries
 
 
+def pickled(kernels: Kernels) -> tuple[dict[str, Facts], dict[str, bytes]]:
+    function, arguments = kernels.__reduce__()
+    assert function is unpacked
+    return arguments
+
+
 def test_a_library_is_unpacked_once(fresh_cache: Path) -> None:
-    source = print_kernel(FIRST, ())
-    unpacked, (libraries,) = Kernels((source,)).__reduce__()
+    kernel = Kernel(FIRST)
+    facts, libraries = pickled(Kernels([kernel]))
     ((key, data),) = libraries.items()
-    assert key == toolchain.key_of(source)
+    assert key == toolchain.key_of(kernel.source)
+    assert facts == {kernel.name: kernel.facts}
     for file in (fresh_cache / "normpass").iterdir():
         file.unlink()
-    again = unpacked(libraries)
-    assert again.__reduce__()[1] == ({key: data},)
+    again = unpacked(facts, libraries)
+    assert pickled(again) == (facts, {key: data})
     before = toolchain.compiled
-    toolchain.load(source)
+    assert right(Kernel(FIRST))
     assert toolchain.compiled == before
     library = fresh_cache / "normpass" / f"{key}.so"
     written = library.stat().st_mtime_ns
-    unpacked(libraries)
+    unpacked(facts, libraries)
     assert library.stat().st_mtime_ns == written
 
 
-def test_what_is_not_there_is_left_out(fresh_cache: Path) -> None:
-    _, (libraries,) = Kernels(("no kernel",), ("0" * 32,)).__reduce__()
-    assert libraries == {}
-    assert Kernels().__reduce__()[1] == ({},)
+def right(kernel: Kernel) -> bool:
+    x = torch.randn(5, 31)
+    (y,) = kernel([x], [5])
+    return torch.allclose(y, x - x.sum(1, keepdim=True), atol=1e-5) and bool(kernel._function)
+
+
+def test_what_is_known_is_neither_planned_nor_printed(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel(FIRST)
+    assert right(kernel)
+    over = kernel.over([(0, 0)])
+
+    def fail(*arguments: Any) -> Any:
+        raise AssertionError("it is known")
+
+    monkeypatch.setattr(runtime, "print_kernel", fail)
+    monkeypatch.setattr("normpass.backend.program.plan.make_plan", fail)
+    assert right(Kernel(FIRST))
+    assert Kernel(FIRST).over([(0, 0)]) == over == {0: 0}
+
+
+@pytest.mark.parametrize("damage", ["facts", "library", "no library", "another form"])
+def test_what_is_damaged_is_built_again(damage: str, fresh_cache: Path) -> None:
+    assert right(Kernel(FIRST))
+    (facts,) = (fresh_cache / "normpass").glob("*.json")
+    (library,) = (fresh_cache / "normpass").glob("*.so")
+    match damage:
+        case "facts":
+            facts.write_text(facts.read_text()[:20])
+        case "library":
+            content = library.read_bytes()
+            library.unlink()  # the library of this process stays as it is
+            library.write_bytes(content[:-40])
+        case "no library":
+            library.unlink()
+        case "another form":
+            facts.write_text('{"library": "1", "of another": "version"}')
+    toolchain._futures.clear()
+    assert right(Kernel(FIRST))
+
+
+def test_it_is_known_by_all_that_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {Kernel(FIRST).name, Kernel(FIRST, (SizeClass(64),)).name}
+    names.add(Kernel(FIRST.replace("c=31", "c=32")).name)
+    monkeypatch.setattr(runtime, "machine_of", lambda _: replace(CPU, workers=3))
+    names.add(Kernel(FIRST).name)
+    monkeypatch.undo()
+    monkeypatch.setattr(known, "_sources", lambda: "of another version")
+    names.add(Kernel(FIRST).name)
+    assert len(names) == 5
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+def test_what_cannot_be_built_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: str) -> Any:
+        raise toolchain.CompileError("for the test")
+
+    monkeypatch.setattr(toolchain, "start", fail)
+    other = FIRST.replace("first_of_its_kind", "never_built")
+    assert pickled(Kernels([Kernel(other)])) == ({}, {})
+    assert pickled(Kernels()) == ({}, {})
 
 
 def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

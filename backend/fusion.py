@@ -1,0 +1,144 @@
+"""Regions of one graph: each becomes an operator, and its kernel starts to compile. What FusionPass
+does with a forward or backward graph, and the passes alone (`normpass.fuse`).
+
+    graph -> the rest is prepared for Inductor -> fuse_graph: passes/pipeline.py -> kernels
+
+Imported where a graph is compiled, and not where a cache has it: with the passes, the planner and
+the printers that takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import torch
+
+from normpass.backend.explain import dump, record
+from normpass.backend.inductor import donated, inductor_call, rest
+from normpass.backend.inductor.memory_format import as_expected
+from normpass.backend.program.traffic import traffic
+from normpass.backend.run import toolchain
+from normpass.backend.run.calibration import conditions_of
+from normpass.backend.run.op import print_for, region_op
+from normpass.backend.run.runtime import kernel
+from normpass.passes import faults
+from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
+from normpass.passes.rewrite import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from torch.fx import Graph, GraphModule, Node
+
+    from normpass.backend.options import Options
+    from normpass.passes.cost import Work
+    from normpass.passes.lower import Lowered
+    from normpass.passes.profit import Estimate
+
+
+def fuse_regions(graph: Graph, settings: Options) -> None:
+    """Fuses the regions of a forward or backward graph, in place."""
+    for_inductor = settings.inner == "inductor"
+    number = dump.graph(settings.debug, "20_before", graph)
+    before = record.before(graph)
+    if for_inductor:
+        rest.prepare(graph, settings)
+    decisions = fuse_graph(
+        graph,
+        region_op,
+        least_bytes=settings.least_bytes,
+        lay_out=_lay_out(graph, for_inductor),
+        kernel=_kernel,
+        conditions=conditions_of,
+        missing=_missing_for_inductor if for_inductor else _missing,
+        rounded=for_inductor and inductor_call.rounds_everywhere(),
+        donated=_donated(graph) if for_inductor else (),
+    )
+    if for_inductor:
+        inductor_call.install()
+    else:
+        with faults.survived("the start of kernels", "a graph", "They are built when they run"):
+            _start(decisions)
+    with faults.survived("the record of what was fused", "a graph", "Reports lack it"):
+        record.decisions(decisions)
+        record.after(before, graph, decisions)
+        dump.graph(settings.debug, "30_fused", graph, number)
+        dump.kernels(settings.debug, decisions, number)
+
+
+def _lay_out(graph: Graph, for_inductor: bool) -> LayOut:
+    """How Inductor is expected to lay out the tensors of regions."""
+    if for_inductor:
+        with faults.survived("foretelling where tensors lie", "a graph", "They are settled later"):
+            return as_expected(graph)
+    return lambda lowered: lowered
+
+
+def _donated(graph: Graph) -> Container[Node]:
+    """What Inductor may write over of a graph's inputs."""
+    with faults.survived("telling donated tensors", "a graph", "None is taken for one"):
+        return donated.donated(graph)
+    return ()
+
+
+def _missing_for_inductor(lowered: Lowered) -> str | None:
+    """Why there is no kernel for a region that Inductor's code could call, or None."""
+    return inductor_call.no_call(lowered.device) or _missing(lowered)
+
+
+def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
+    """The passes alone: a copy of a functional ATen graph with its norm regions fused.
+
+    gm: as from make_fx or AOTAutograd, decomposed with `decompositions()` or not, every node with
+    its example value in `node.meta["val"]`. least_bytes: regions that move fewer bytes stay; None
+    for the measured default.
+
+    Raises:
+        ValueError: if a node has no example value.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            raise ValueError(
+                f"expected every node's example value in node.meta['val'], found none for "
+                f"{node.name}: trace with make_fx(..., tracing_mode='fake') or 'symbolic'"
+            )
+    fused = torch.fx.GraphModule(gm, deepcopy(gm.graph))
+    decisions = fuse_graph(
+        fused.graph,
+        region_op,
+        least_bytes=least_bytes,
+        kernel=_kernel,
+        conditions=conditions_of,
+        missing=_missing,
+    )
+    record.decisions(decisions)
+    fused.recompile()
+    return fused
+
+
+def _kernel(lowered: Lowered, estimate: Estimate) -> Work:
+    """What the kernel of a region would do."""
+    here = conditions_of(lowered.device)
+    return traffic(str(lowered.region), estimate.sizes, lowered.device, here)
+
+
+def _missing(lowered: Lowered) -> str | None:
+    """Why there is no kernel for a region, or None. It is printed here, so that what cannot be
+    stays with Inductor rather than fails in a run.
+    """
+    if lowered.device == "cpu" and (missing := toolchain.missing_compiler()):
+        return missing
+    try:
+        sizes = examples(lowered.sizes, lowered.inputs)
+        print_for(str(lowered.region), sizes, lowered.device)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _start(decisions: Sequence[Decision]) -> None:
+    """Begins to compile the kernels of a graph that nothing lowers."""
+    for decision in decisions:
+        if isinstance(decision, Fused) and decision.device == "cpu":
+            kernel(decision.text, decision.sizes)
