@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +93,9 @@ def keeping(forward: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def forward_and_keep(ctx: Any, *inputs: Any) -> Any:
         ctx.normpass_kept = kept = keep(inputs)
         if draws and not draws[0]:
+            return forward(ctx, *inputs)
+        # DistributedDataParallel's optimizer runs each part of a graph so, to know what comes out.
+        if any(isinstance(x, FakeTensor) for x in inputs):
             return forward(ctx, *inputs)
         kept.remember_generators(inputs)
         result = forward(ctx, *inputs)

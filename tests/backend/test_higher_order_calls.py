@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from normpass.backend import higher_order
+from normpass.backend.entry import normpass
 from normpass.backend.explain import record
 from normpass.backend.higher_order import handover, kept
 from normpass.passes import faults
@@ -109,6 +110,34 @@ def test_a_thread_that_calls_while_another_compiles_a_derivative() -> None:
     assert_same([first], torch.autograd.grad((2 * (X @ W)).sin().sum(), X))
     assert len(found) > 0
     assert_same(found, [torch.sin(X)] * len(found))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_graph_that_runs_on_fake_tensors_first(draws: bool) -> None:
+    """As the optimizer of DistributedDataParallel runs each part, to know what comes out of it."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.ones_like(x @ w)
+        mask = F.dropout(mask, 0.5) if draws else mask
+        return (x @ w * mask).sin(), mask
+
+    shapes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        code = normpass(graph, inputs, options={"inner": "eager"})
+        places = graph.graph.find_nodes(op="placeholder")
+        fake = [place.meta["example_value"] for place in places]
+        with fake[0].fake_mode:
+            shapes.append(code(*fake)[0].shape)
+        return code
+
+    def gradients(y: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y.sum(), (X, W), create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.sin().sum() for g in first), (X, W))]
+
+    y, mask = torch.compile(function, backend=backend)(X, W)
+    assert_same(gradients(y), gradients((X @ W * mask.detach()).sin()))
+    assert shapes == [(3, 4)]
 
 
 def test_what_torch_has_no_derivative_of(monkeypatch: pytest.MonkeyPatch) -> None:
