@@ -77,7 +77,7 @@ def operators(program: torch.export.ExportedProgram) -> set[str]:
 
 def check(program: torch.export.ExportedProgram, x: Tensor, right: Tensor, folder: Path) -> None:
     """Loads and runs it where normpass cannot be imported."""
-    assert operators(program) == {"aten"}
+    assert operators(program) <= {"aten", "prims"}  # the latter are torch's as well
     torch.export.save(program, str(folder / "program.pt2"))
     torch.save((x, right.detach()), folder / "right.pt")
     command = [sys.executable, "-W", "ignore", "-c", LOAD]
@@ -119,8 +119,8 @@ def curvature(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [gradient_of_examples, tangent, curvature])
 def test_a_function_with_rules(function: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
-    """torch.export takes no transforms itself: what they make is traced first. (torch 2.13 refuses a
-    transposed input of such a graph, "sources must not be empty", without our rules as well.)
+    """torch.export takes no transforms itself: what they make is traced first. (torch 2.13 refuses
+    a transposed input of such a graph, "sources must not be empty", without our rules as well.)
     """
     x = torch.randn(6, 4, 8)
     with normpass.registered():
