@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TRAIN = """
-import json, logging, torch
+import json, logging, sys, torch
 from torch._dynamo.utils import counters
 logging.basicConfig()
 torch.manual_seed(0)
@@ -29,8 +29,16 @@ print(json.dumps({
     "miss": counters["inductor"]["fxgraph_cache_miss"],
     "bypass": counters["inductor"]["fxgraph_cache_bypass"],
     "sum": float(model[0].weight.grad.double().sum()),
+    "imported": [name for name in sys.modules if name.startswith("normpass.")],
 }))
 """
+# What plans and prints kernels, and the rules that no ordinary model needs.
+COMPILING = (
+    "passes.pipeline",
+    "backend.program.plan",
+    "backend.codegen.cpp",
+    "decomps.derivatives",
+)
 BUILD = """
 import sys, torch
 from normpass.backend.run import runtime
@@ -72,6 +80,9 @@ def test_a_second_process_compiles_nothing(fresh_cache: Path) -> None:
     assert second["miss"] == 0
     assert second["hit"] == first["miss"] + first["hit"]
     assert second["sum"] == first["sum"]
+    names = {f"normpass.{name}" for name in COMPILING}
+    assert names & {*first["imported"]}
+    assert not names & {*second["imported"]}
 
 
 def test_processes_that_compile_one_kernel_at_once(fresh_cache: Path) -> None:
