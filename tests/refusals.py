@@ -18,7 +18,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor.virtualized import V
 from torch.fx import Node
 
-from normpass.backend import entry
+from normpass.backend import fusion
 from normpass.backend.explain import record
 from normpass.backend.explain.report import RefusedNorm, refusals
 from normpass.backend.inductor.memory_format import Wishes, channels_last
@@ -55,7 +55,7 @@ def made_with(model: str) -> str:
 
 def report(model: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of every case of a model: how many norms are fused, and each that is not, with its reason."""
-    monkeypatch.setattr(entry, "conditions_of", lambda device: CONDITIONS)
+    monkeypatch.setattr(fusion, "conditions_of", lambda device: CONDITIONS)
     lines = [f"# {made_with(model)}"]
     for case in zoo.select([model]):
         found = decisions(case)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normpass.backend import entry
+from normpass.backend import fusion
 from normpass.backend.explain import record
 from normpass.passes.made import only_computed_for, only_used_beside
 from normpass.passes.pipeline import Fused
@@ -71,7 +71,7 @@ def alone(x: Tensor, w: Tensor) -> Tensor:
 
 
 def decision(f: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPatch) -> Decision:
-    monkeypatch.setattr(entry, "conditions_of", lambda device: refusals.CONDITIONS)
+    monkeypatch.setattr(fusion, "conditions_of", lambda device: refusals.CONDITIONS)
     torch._dynamo.reset()
     with record.listen() as heard, torch.no_grad():
         torch.compile(f, backend="normpass")(X, W)
