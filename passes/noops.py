@@ -34,7 +34,7 @@ def remove_noops(graph: Graph) -> None:
     """Gives the readers of x / 1 and x * 1 x itself, unless one of them could tell."""
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         if _is_reshape(node):
-            node.target, node.args = aten.reshape.default, node.args[:2]
+            node.target, node.args, node.kwargs = aten.reshape.default, node.args[:2], {}
     nodes = list(graph.nodes)
     mutations = [place for place, node in enumerate(nodes) if mutates(node)]
     # What reads after something was written in place may find another x than the copy held.
@@ -60,6 +60,8 @@ def _is_reshape(node: Node) -> bool:
     result = node.meta.get("val")
     before = x.meta.get("val") if isinstance(x, Node) else None
     if not isinstance(before, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    if len(node.args) < 3:  # x, sizes and strides by position, as AOTAutograd writes them
         return False
     offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     if offset not in (None, 0) or extent_of(before.storage_offset()) != 0:

@@ -74,8 +74,9 @@ def install() -> None:
 
 
 def _with_kernels(original: Callable[..., None]) -> Callable[..., None]:
-    def made(self: Any, callable: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, callable, graph, *args, **kwargs)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        graph = kwargs["graph"] if "graph" in kwargs else args[1] if len(args) > 1 else None
         if kernels := getattr(graph, NAME, None):
             setattr(self, NAME, Kernels(kernels))
 

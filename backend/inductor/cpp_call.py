@@ -74,7 +74,8 @@ def _classes() -> tuple[Any, Any]:
         function: Function
 
         def __init__(self, layout: Any, inputs: Sequence[Any], sizes: Sequence[Any]) -> None:
-            super().__init__(None, layout, self.unwrap_storage(inputs), tuple(sizes))
+            numbers = tuple(map(sympy.sympify, sizes))
+            super().__init__(None, layout, self.unwrap_storage(inputs), numbers)
             self.outputs: list[Any] = []
             self.name = V.graph.register_buffer(self)
             V.graph.register_operation(self)

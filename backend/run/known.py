@@ -51,8 +51,8 @@ def recall(name: str) -> Facts | None:
 
 def remember(name: str, facts: Facts) -> None:
     """Where nothing can be written, nothing is."""
-    if not _place(name).exists():
-        with suppress(OSError):
+    with suppress(OSError):
+        if not _place(name).exists():
             toolchain.write(_place(name), json.dumps(asdict(facts)).encode())
 
 

@@ -109,9 +109,10 @@ def _identity() -> bytes:
     of files, which are others on another machine, and the processor. Each flag once: Inductor
     repeats some of them the second time it is asked.
     """
-    words = dict.fromkeys(_command().split())
-    flags = [word for word in words if not word.startswith((b"-I", b"-L", b"/"))]
-    return b" ".join((torch.__version__.encode(), *flags, _processor()))
+    compiler, *words = _command().split()
+    flags = [x for x in dict.fromkeys(words) if not x.startswith((b"-I", b"-L", b"/"))]
+    name = compiler.rpartition(b"/")[2]
+    return b" ".join((torch.__version__.encode(), name, *flags, _processor()))
 
 
 @cache
@@ -231,9 +232,11 @@ def packed(key: str) -> bytes | None:
 
 def unpack(key: str, data: bytes) -> None:
     """Puts a library into this machine's cache. Where nothing can be written, nothing is."""
-    library, checksum = _places(key)
-    if not (library.exists() and checksum.exists()):
-        with suppress(OSError, zlib.error), tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
+    with suppress(OSError, zlib.error):
+        library, checksum = _places(key)
+        if library.exists() and checksum.exists():
+            return
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / "kernel.so"
             built.write_bytes(zlib.decompress(data))
             _put(built, library, checksum)

@@ -218,8 +218,10 @@ def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(toolchain.tempfile, "TemporaryDirectory", full)
-    toolchain.unpack("1" * 32, b"")  # it is built where it is needed, or runs unfused
+    # It is built where it is needed, or runs unfused.
+    for owner, name in ((toolchain.tempfile, "TemporaryDirectory"), (toolchain, "cache_dir")):
+        monkeypatch.setattr(owner, name, full)
+        unpacked({"2" * 32: known.Facts("1" * 32, {})}, {"1" * 32: b""})
 
 
 def test_a_library_is_known_by_what_it_was_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +231,10 @@ def test_a_library_is_known_by_what_it_was_compiled_for(monkeypatch: pytest.Monk
     moved = [b"-I/elsewhere" if word.startswith(b"-I") else word for word in words]
     monkeypatch.setattr(toolchain, "_command", lambda: b" ".join(moved))
     assert toolchain.key_of("source") == before
+    monkeypatch.setattr(toolchain, "_command", lambda: b" ".join((b"/bin/" + moved[0], *moved[1:])))
+    assert toolchain.key_of("source") == before
+    monkeypatch.setattr(toolchain, "_command", lambda: b" ".join((b"/bin/clang++", *moved[1:])))
+    assert toolchain.key_of("source") != before
     monkeypatch.setattr(toolchain, "_command", lambda: b" ".join((*moved, b"-O1")))
     assert toolchain.key_of("source") != before
     monkeypatch.undo()

@@ -103,6 +103,7 @@ def test_a_region_reads_x_alone() -> None:
         (lambda x: x.exp().as_strided((2, 3, 40), (120, 40, 1)), True),
         (lambda x: x.as_strided((240,), (1,)).sin(), True),
         (lambda x: x.exp().as_strided((6, 40), (40, 1), 0).sin(), True),
+        (lambda x: aten.as_strided(x.exp(), (8, 30), (30, 1), storage_offset=0).sin(), True),
         (lambda x: x.exp().as_strided((5, 40), (40, 1), 0).sin(), False),
         (lambda x: x.exp().as_strided((5, 40), (40, 1), 40).sin(), False),
         (lambda x: x.exp().as_strided((40, 6), (1, 40)).sin(), False),
