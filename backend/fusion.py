@@ -9,11 +9,13 @@ the printers that takes a tenth of a second.
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.backend.entry import decomposition_table
 from normpass.backend.explain import dump, record
 from normpass.backend.inductor import donated, inductor_call, rest
 from normpass.backend.inductor.memory_format import as_expected
@@ -23,6 +25,7 @@ from normpass.backend.run.calibration import conditions_of
 from normpass.backend.run.op import print_for, region_op
 from normpass.backend.run.runtime import kernel
 from normpass.passes import faults
+from normpass.passes.expand import Expander, out_of_place
 from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph
 from normpass.passes.rewrite import examples
 
@@ -87,34 +90,65 @@ def _missing_for_inductor(lowered: Lowered) -> str | None:
     return inductor_call.no_call(lowered.device) or _missing(lowered)
 
 
-def fuse(gm: GraphModule, *, least_bytes: int | None = None) -> GraphModule:
-    """The passes alone: a copy of a functional ATen graph with its norm regions fused.
+def fuse(
+    gm: GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    least_bytes: int | None = None,
+) -> GraphModule:
+    """The passes alone: a copy of an ATen graph with its norm regions fused.
 
-    gm: as from make_fx or AOTAutograd, decomposed with `decompositions()` or not, every node with
-    its example value in `node.meta["val"]`. least_bytes: regions that move fewer bytes stay; None
-    for the measured default.
+    It takes forward, backward and joint graphs, and those of whole training steps, and can stand
+    among passes that are called with a graph and its inputs. Operators that were not decomposed
+    (native_layer_norm, _softmax, silu) are looked into; those that no region takes in are left as
+    they were.
+
+    Args:
+        gm: as from make_fx or AOTAutograd, every node with its example value in `node.meta["val"]`.
+        example_inputs: not needed.
+        least_bytes: regions that move fewer bytes stay; None for the measured default.
 
     Raises:
         ValueError: if a node has no example value.
     """
     for node in gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        if node.op == "call_function" and node.users and "val" not in node.meta:
             raise ValueError(
                 f"expected every node's example value in node.meta['val'], found none for "
                 f"{node.name}: trace with make_fx(..., tracing_mode='fake') or 'symbolic'"
             )
-    fused = torch.fx.GraphModule(gm, deepcopy(gm.graph))
-    decisions = fuse_graph(
-        fused.graph,
-        region_op,
-        least_bytes=least_bytes,
-        kernel=_kernel,
-        conditions=conditions_of,
-        missing=_missing,
-    )
+    fused, decisions = _fused_where_it_pays(gm, least_bytes)
     record.decisions(decisions)
+    fused.meta.update(gm.meta)
     fused.recompile()
     return fused
+
+
+def _fused_where_it_pays(
+    gm: GraphModule, least_bytes: int | None
+) -> tuple[GraphModule, list[Decision]]:
+    """A graph fused with only those operators expanded that end up in regions."""
+    expander = Expander(decomposition_table())
+    names = expander.candidates(gm.graph)
+    while True:
+        with warnings.catch_warnings():  # torch 2.13's own copies of trees use what it deprecates
+            warnings.simplefilter("ignore", FutureWarning)
+            fused = torch.fx.GraphModule(gm, deepcopy(gm.graph))
+        out_of_place(fused.graph)
+        parts = expander.expand(fused.graph, names)
+        decisions = fuse_graph(
+            fused.graph,
+            region_op,
+            least_bytes=least_bytes,
+            kernel=_kernel,
+            conditions=conditions_of,
+            missing=_missing,
+        )
+        left = set(fused.graph.nodes)
+        taken_in = {name for name, nodes in parts.items() if not left.issuperset(nodes)}
+        if taken_in == parts.keys():
+            return fused, decisions
+        names = taken_in
 
 
 def _kernel(lowered: Lowered, estimate: Estimate) -> Work:

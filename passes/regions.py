@@ -30,13 +30,21 @@ from normpass.passes.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Collection, Container, Iterable, Sequence
 
     from torch.fx import Graph, Node
 
 # A kernel that reads and writes more tensors than this runs out of registers and of address
 # streams.
 MOST_TENSORS = 24
+
+# What AOTAutograd marks nodes with that it traced for the backward.
+BACKWARD_TAGS = frozenset({"is_backward", "must_be_in_backward"})
+
+# Operators of torch.distributed that stand in graphs.
+COLLECTIVE_NAMESPACES = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"}
+)
 
 
 @dataclass
@@ -55,6 +63,8 @@ class Reach:
     above: dict[Node, int] = field(default_factory=dict)
     below: dict[Node, int] = field(default_factory=dict)
     mutations: list[int] = field(default_factory=list)
+    collectives: int = 0
+    late: int = 0  # in a joint graph of forward and backward what is of the backward, else 0
 
     @classmethod
     def of(cls, graph: Graph) -> Reach:
@@ -71,6 +81,13 @@ class Reach:
                 bits |= reach.below[user] | 1 << reach.order[user]
             reach.below[node] = bits
         reach.mutations = [reach.order[node] for node in nodes if mutates(node)]
+        reach.collectives = sum(1 << k for k, node in enumerate(nodes) if is_collective(node))
+        if is_joint(graph):
+            for node in nodes:
+                if is_tangent(node):
+                    reach.late |= reach.below[node]
+                if node.meta.get("partitioner_tag") in BACKWARD_TAGS:
+                    reach.late |= 1 << reach.order[node]
         return reach
 
     def between(self, nodes: Iterable[Node]) -> int:
@@ -86,6 +103,57 @@ class Reach:
         """Whether something is written in place between the first and the last of these nodes."""
         positions = [self.order[node] for node in nodes]
         return any(min(positions) < k < max(positions) for k in self.mutations)
+
+    def delays_collective(self, nodes: Iterable[Node], outside: Iterable[Node]) -> bool:
+        """Whether a collective that waits for one of these nodes would wait for an input of others,
+        `outside`, that stands behind it.
+        """
+        if not self.collectives:
+            return False
+        below = 0
+        for node in nodes:
+            below |= self.below[node]
+        waiting = self.collectives & below
+        first = (waiting & -waiting).bit_length() - 1
+        return bool(waiting) and any(self.order[node] > first for node in outside)
+
+    def joins_forward_to_backward(self, nodes: Collection[Node]) -> bool:
+        """Whether, in a joint graph, something of the forward would wait for the backward: these
+        nodes are of both, and other nodes of the forward read one.
+        """
+        if not self.late:
+            return False
+        early = [node for node in nodes if not self.is_late(node)]
+        if len(early) == len(nodes):
+            return False
+        users = {user for node in early for user in node.users}.difference(nodes)
+        return any(user.op == "output" or not self.is_late(user) for user in users)
+
+    def is_late(self, node: Node) -> bool:
+        return bool(self.late >> self.order[node] & 1)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether processes meet here, or wait for each other."""
+    return getattr(node.target, "namespace", "") in COLLECTIVE_NAMESPACES
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether this is the gradient of a result, as AOTAutograd names it."""
+    return node.op == "placeholder" and "tangents" in node.name
+
+
+def is_joint(graph: Graph) -> bool:
+    """Whether this is a forward and its backward in one, which AOTAutograd has still to take apart:
+    it takes tangents, and has results that do not depend on them.
+    """
+    behind = set(filter(is_tangent, graph.nodes))
+    for node in graph.nodes if behind else ():
+        if node.op == "output":
+            return not behind.issuperset(node.all_input_nodes)
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    return False
 
 
 def mutates(node: Node) -> bool:
@@ -233,6 +301,9 @@ class Grower:
         grown = members | added
         outside = {arg for node in grown for arg in node.all_input_nodes} - grown
         if len(outside) > MOST_TENSORS or self.devices(grown | outside) > 1:
+            return None
+        reach = self.reach
+        if reach.joins_forward_to_backward(grown) or reach.delays_collective(grown, outside):
             return None
         return grown, trial
 

@@ -13,6 +13,7 @@ import sympy
 import torch
 
 from normpass.passes.domain import extent_of, step_of
+from normpass.passes.regions import is_collective
 from normpass.passes.sizes import hint
 
 if TYPE_CHECKING:
@@ -24,7 +25,21 @@ if TYPE_CHECKING:
 
 prims = torch.ops.prims
 
-KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag")
+# What passes of others read off a node, and torch's own replacements of nodes keep.
+KEPT_META = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "fwd_nn_module_stack",
+    "fwd_source_fn_stack",
+    "original_aten",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+    "seq_nr",
+    "partitioner_tag",
+    "autograd_backward",
+)
 
 
 class SizeUnknown(Exception):
@@ -45,7 +60,7 @@ def put(graph: Graph, nodes: Sequence[Node], lowered: Lowered, op: Callable[...,
     """
     measures = [locate(size, lowered.inputs) for size in lowered.sizes]
     with _undone_on_failure(graph, lowered):
-        call = _insert(graph, nodes[-1], lowered, op, measures)
+        call = _insert(graph, nodes, lowered, op, measures)
         sort(graph)
     _erase_unused(graph, nodes)
     return call
@@ -67,31 +82,61 @@ def _erase_unused(graph: Graph, nodes: Sequence[Node]) -> None:
 
 def _insert(
     graph: Graph,
-    last: Node,
+    nodes: Sequence[Node],
     lowered: Lowered,
     op: Callable[..., object],
     measures: Sequence[Measure],
 ) -> Node:
-    """The call, after the region's last node, and its results in place of the region's."""
-    with graph.inserting_after(last):
+    """The call, after the region's last node or before the first collective that waits for it, and
+    its results in place of the region's.
+    """
+    last = nodes[-1]
+    waiting = _first_collective_behind(graph, nodes)
+    with graph.inserting_before(waiting) if waiting else graph.inserting_after(last):
         call = graph.create_node("call_function", op)
     with graph.inserting_before(call):
         sizes = [_read(graph, measure) for measure in measures]
         pairs = zip(lowered.inputs, lowered.region.inputs, strict=True)
         inputs = [_converted(graph, node, buffer.dtype) for node, buffer in pairs]
     call.args = (inputs, sizes, str(lowered.region))
-    call.meta = {key: last.meta[key] for key in KEPT_META if key in last.meta}
+    call.meta = _provenance(nodes)
     call.meta["val"] = _results(lowered, [measure.size for measure in measures])
     after, items = call, {}
     for k, node in enumerate(lowered.outputs):
         with graph.inserting_after(after):
             item = graph.call_function(operator.getitem, (call, k))
         item.meta = {**node.meta, "val": call.meta["val"][k]}
+        if item.meta["val"] is not node.meta["val"]:
+            item.meta.pop("tensor_meta", None)  # it has the strides that no longer are
         node.replace_all_uses_with(item)
         items[node] = after = item
     for node, same in lowered.repeated:
         node.replace_all_uses_with(items[same])
     return call
+
+
+def _first_collective_behind(graph: Graph, nodes: Sequence[Node]) -> Node | None:
+    """The first collective that waits for one of these nodes, if it stands before the last."""
+    if not any(map(is_collective, graph.nodes)):
+        return None
+    node, inside = nodes[0], set(nodes)
+    behind = {node}
+    while node is not nodes[-1]:
+        node = node.next
+        if node in inside or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+            if is_collective(node):
+                return node
+    return None
+
+
+def _provenance(nodes: Sequence[Node]) -> dict[str, Any]:
+    """Where a region came from: of each kind what the last node says that says any, and the sources
+    of all.
+    """
+    found = {key: node.meta[key] for node in nodes for key in KEPT_META if key in node.meta}
+    sources = {id(source): source for n in nodes for source in n.meta.get("from_node", ())}
+    return found | ({"from_node": [*sources.values()]} if sources else {})
 
 
 def _converted(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
@@ -111,7 +156,7 @@ def _results(lowered: Lowered, sizes: Sequence[Any]) -> list[torch.Tensor]:
     for node, result in zip(lowered.outputs, region.results, strict=True):
         value, strides = node.meta["val"], region.whole_strides(result, extents)
         steps = zip(value.shape, value.stride(), strides, strict=True)
-        if any(size != 1 and old != new for size, old, new in steps):
+        if any(extent_of(n) != 1 and step_of(old) != step_of(new) for n, old, new in steps):
             value = value.new_empty_strided(value.shape, strides)
         results.append(value)
     return results

@@ -79,6 +79,36 @@ def synchronized(case: Case, backend: str | None) -> tuple[dict[str, Tensor], di
     return found, dict(counters["normpass"])
 
 
+def torchs_own(case: Case, backend: str | None) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The same of torch.nn.SyncBatchNorm with the rules registered. backend: None for eager mode
+    with them.
+    """
+    counters.clear()
+    norm = nn.SyncBatchNorm.convert_sync_batchnorm(case.norm())
+    options = OPTIONS if backend == "normpass" else None
+    with normpass.registered(eager=backend is None):
+        run: Any = norm
+        if backend is not None:
+            run = torch.compile(norm, backend=backend, options=options, fullgraph=True)
+        found = results(case, distributed.get_rank(), run, norm)
+    return found, dict(counters["normpass"])
+
+
+def torchs_own_alone() -> str:
+    """What torch.nn.SyncBatchNorm says on CPUs, with the rules and after they were taken out."""
+    norm: Any = nn.SyncBatchNorm.convert_sync_batchnorm(Case().norm())
+    x = Case().batches()[0][0]
+    with normpass.registered():
+        compiled = torch.compile(norm, backend="eager")(x)
+        assert compiled.shape == x.shape
+    torch.compiler.reset()
+    try:
+        norm(x)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def in_groups(members: list[list[int]], *, whose: str) -> dict[str, Tensor]:
     """A rank's results where each group of processes has statistics of its own, compiled. whose:
     what says so, the conversion or the norm that is converted.

@@ -6,6 +6,7 @@ What is changed, and put back by `unregister`, in the order of its use by torch.
                         backend
     eager.py            the same in eager mode, for register(eager=True) alone
     functions.py        autograd.Function while Dynamo traces
+    modules.py          torch.nn.SyncBatchNorm while Dynamo traces
     inductor_state.py   Inductor's decompositions, and our pass after those of other libraries
     kernels.py, levels.py
                         rules as the dispatcher calls them, and the levels of torch.func
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from normpass.decomps.activation.eager import EagerRules
     from normpass.decomps.activation.functions import Functions
     from normpass.decomps.activation.inductor_state import GraphPass
+    from normpass.decomps.activation.modules import Modules
 
     # Changes something more of torch's, and returns what puts it back.
     Also = Callable[[], Callable[[], None]]
@@ -227,6 +229,7 @@ class _Installed:
     rules: TracingRules | None
     eager: EagerRules | None = None
     functions: Functions | None = None
+    modules: Modules | None = None
     undo_also: Callable[[], None] | None = None
 
     @classmethod
@@ -256,6 +259,10 @@ class _Installed:
             from normpass.decomps.activation.functions import Functions
 
             self.functions = Functions.apply()
+        if internals.SYNC not in self.left_out:
+            from normpass.decomps.activation.modules import Modules
+
+            self.modules = Modules.apply()
         if internals.PASS not in self.left_out:
             self.passes = PassPatch.apply(self.place)
         if internals.TABLE not in self.left_out:
@@ -277,6 +284,8 @@ class _Installed:
             self.eager = None
         if self.functions is not None:
             self.functions.eager = self.eager is not None
+        if self.modules is not None:
+            self.modules.eager = wanted
 
     def with_also(self, also: Also | None) -> None:
         """Does what a later stage wants, or takes it back."""
@@ -300,6 +309,8 @@ class _Installed:
             self.rules.revert()
         if self.functions is not None:
             self.functions.revert()
+        if self.modules is not None:
+            self.modules.revert()
         self.place.active = False
         if self.passes is not None:
             self.passes.revert()

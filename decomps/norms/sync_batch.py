@@ -26,6 +26,8 @@ from normpass.decomps.activation.torch_internals import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.distributed import ProcessGroup
 
@@ -88,6 +90,41 @@ def _follow(running: Tensor | None, now: Tensor, momentum: float | Tensor) -> No
         running.mul_(1 - momentum).add_(momentum * now)
 
 
+def forward(norm: Any, x: Tensor, alone: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    """What a module that is a synchronized batch norm, ours or torch's, computes: n c * -> n c *
+
+    alone: what it computes where there is nobody to synchronize with.
+    """
+    norm._check_input_dim(x)
+    group = _group(norm)
+    if group is None:
+        return alone(norm, x)
+    tracks = norm.training and norm.track_running_stats
+    momentum: float | Tensor | None = norm.momentum
+    if tracks and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1 / norm.num_batches_tracked
+    return sync_batch_norm(
+        x,
+        norm.weight,
+        norm.bias,
+        norm.running_mean if tracks else None,
+        norm.running_var if tracks else None,
+        0.0 if momentum is None else momentum,
+        norm.eps,
+        group,
+    )
+
+
+def _group(norm: Any) -> ProcessGroup | None:
+    """The processes whose images are normalized together, if they are several."""
+    if not (norm.training and distributed.is_available() and distributed.is_initialized()):
+        return None
+    group = norm.process_group or distributed.group.WORLD
+    return group if distributed.get_world_size(group) > 1 else None
+
+
 class SyncBatchNorm(AnyBatchNorm):
     """torch.nn.SyncBatchNorm, with the same arguments and state, that torch.compile takes into one
     graph with what is around it, under any backend, and that runs on CPUs too.
@@ -122,33 +159,7 @@ class SyncBatchNorm(AnyBatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """n c * -> n c *"""
-        self._check_input_dim(x)
-        group = self._group()
-        if group is None:
-            return super().forward(x)
-        tracks = self.training and self.track_running_stats
-        momentum: float | Tensor | None = self.momentum
-        if tracks and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1 / self.num_batches_tracked
-        return sync_batch_norm(
-            x,
-            self.weight,
-            self.bias,
-            self.running_mean if tracks else None,
-            self.running_var if tracks else None,
-            0.0 if momentum is None else momentum,
-            self.eps,
-            group,
-        )
-
-    def _group(self) -> ProcessGroup | None:
-        """The processes whose images are normalized together, if they are several."""
-        if not (self.training and distributed.is_available() and distributed.is_initialized()):
-            return None
-        group = self.process_group or distributed.group.WORLD
-        return group if distributed.get_world_size(group) > 1 else None
+        return forward(self, x, AnyBatchNorm.forward)
 
     @classmethod
     def convert_sync_batchnorm(

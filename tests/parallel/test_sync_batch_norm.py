@@ -84,6 +84,31 @@ def test_it_is_the_batch_norm_of_all_images(name: str, backend: str | None, rank
         assert not any(key.startswith("refused") for key in counts), counts
 
 
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "normpass") for name in ("images", "channels last", "cumulative average")),
+        ("images", "eager"),
+        ("images", None),
+        ("a process without images", None),
+    ],
+)
+def test_torchs_own_with_the_rules(name: str, backend: str | None, ranks: Ranks) -> None:
+    """In one graph under any backend; in eager mode on CPUs, with register(eager=True)."""
+    case = CASES[name]
+    answers = ranks(rank_norms.torchs_own, case, backend)
+    found, right = joined(case, [answer for answer, _ in answers]), exact(case)
+    for what, ours in found.items():
+        torch.testing.assert_close(ours, right[what], rtol=1e-12, atol=1e-12, check_dtype=False)
+    for _, counts in answers if backend == "normpass" else ():
+        assert any(key.startswith("fused") and key.endswith("backward") for key in counts)
+
+
+def test_torchs_own_is_as_before_afterwards(ranks: Ranks) -> None:
+    for message in ranks(rank_norms.torchs_own_alone):
+        assert "expected input tensor to be on GPU" in message
+
+
 @pytest.mark.parametrize("whose", ["the norm's", "the conversion's"])
 def test_groups_of_processes(whose: str, tmp_path: Path) -> None:
     """Two processes together and one alone: each group has the statistics of its own images."""
