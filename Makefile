@@ -22,8 +22,8 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v g++ || command -v c++ || command -v clang++))
 
-TARGETS := test versions accept sweep operators upstream models transforms examples wheel demo \
-    bench page lint types format clean
+TARGETS := test versions accept sweep operators upstream models transforms examples companions wheel \
+    demo bench page lint types format clean
 .PHONY: help check $(TARGETS)
 
 help:
@@ -57,6 +57,10 @@ transforms: $(VENV)/test.stamp
 # The programs of examples/ against eager, with the packages that they import.
 examples: $(VENV)/test,examples.stamp
 	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/examples $(ARGS)
+
+# The packages of docs/companions.md train with the backend as in eager mode.
+companions: $(VENV)/test,companions.stamp
+	$(BIN)/pytest $(PARALLEL) tests/companions $(ARGS)
 
 # PyTorch's operator database compiled without the rules and with them: fails if they break anything.
 operators: $(VENV)/test.stamp

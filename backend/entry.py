@@ -38,6 +38,7 @@ from normpass.decomps import digest, registry
 from normpass.decomps.activation import (
     averages_running_statistics,
     is_registered,
+    torch_internals,
     without_ours,
 )
 from normpass.decomps.activation.inductor_state import as_tuple
@@ -109,10 +110,10 @@ def _compile_with_inductor(
     patches = {**(list_mode_options(mode) if mode else {}), **settings.inductor}
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     # What `register` fuses under stock Inductor is fused here, with these options, and once.
-    patches["post_grad_custom_pre_pass"] = FusionPass(settings, as_tuple(without_ours(before)))
+    patches["post_grad_custom_pre_pass"] = _after(without_ours(before), FusionPass, settings)
     if settings.recompute is not False:
         before = patches.get("joint_custom_post_pass", config.joint_custom_post_pass)
-        patches["joint_custom_post_pass"] = SavingPass(settings, as_tuple(before))
+        patches["joint_custom_post_pass"] = _after(before, SavingPass, settings)
     with image_gradients.traced_whole():
         compiled: Any = compile_fx(
             graph, list(inputs), config_patches=patches, decompositions=decomposition_table()
@@ -141,11 +142,11 @@ def _compile_with_eager(
 
 
 def _cannot_build(inputs: Sequence[Any]) -> bool:
-    """Whether CPU code is asked for and there is no compiler; warns once."""
+    """Whether CPU code is asked for and nothing can be compiled; warns once."""
     any_on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs)
-    if not any_on_cpu or toolchain.missing_compiler() is None:
+    if not any_on_cpu or (reason := toolchain.cannot_build()) is None:
         return False
-    _warn_once(f"the model runs uncompiled: {toolchain.missing_compiler()}")
+    _warn_once(f"the model runs uncompiled: {reason}")
     return True
 
 
@@ -208,6 +209,16 @@ class _Pass(CustomGraphPass):
         rules = is_registered(), averages_running_statistics()
         parts = source_digest(), self.settings, rules, machine, others
         return f"normpass {parts} {inductor_mistakes.key()} {donated.numbers()}"
+
+
+def _after(before: Any, ours: type[_Pass], settings: Options) -> Any:
+    """A pass of ours after those that are configured: one of several where Inductor takes several,
+    and knows which of them to tell more than the graph (CustomInferenceAwareGraphPass).
+    """
+    others = as_tuple(before)
+    if torch_internals.get_custom_graph_passes is None:
+        return ours(settings, others)
+    return (*others, ours(settings))
 
 
 class SavingPass(_Pass):

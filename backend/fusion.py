@@ -161,7 +161,7 @@ def _missing(lowered: Lowered) -> str | None:
     """Why there is no kernel for a region, or None. It is printed here, so that what cannot be
     stays with Inductor rather than fails in a run.
     """
-    if lowered.device == "cpu" and (missing := toolchain.missing_compiler()):
+    if lowered.device == "cpu" and (missing := toolchain.cannot_build()):
         return missing
     try:
         sizes = examples(lowered.sizes, lowered.inputs)

@@ -25,8 +25,10 @@ from normpass.benchmarks import (
     compile_time,
     ensembles,
     model_steps,
+    processes,
     second_order,
     vmap,
+    warm_start,
 )
 from normpass.benchmarks.cases import (
     DTYPES,
@@ -237,6 +239,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         f"{'; '.join(ensembles.PROGRAMS)}",
     )
     group.add_argument(
+        "--processes",
+        action="store_true",
+        help="training steps over two processes instead, by DistributedDataParallel and FSDP2, "
+        "normpass against Inductor",
+    )
+    group.add_argument(
+        "--warm-start",
+        action="store_true",
+        help="from the start of a process to its first step with filled caches instead, normpass "
+        "against Inductor",
+    )
+    group.add_argument(
         "--calibrate",
         action="store_true",
         help="what work costs on this machine instead: decides which norms are fused from now on",
@@ -262,6 +276,8 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "vmap": ("shape",),
     "second_order": (),
     "ensembles": (),
+    "processes": (),
+    "warm_start": (),
     "models": ("dtype", "format", "tiny"),
 }
 
@@ -328,6 +344,10 @@ def instead(args: argparse.Namespace, console: Console) -> int:
     if args.ensembles is not None:
         repeats, steady = args.repeats or ensembles.REPEATS, not args.system_allocator
         return ensembles.run(console, repeats, args.out, args.ensembles, steady)
+    if args.processes:
+        return processes.run(console, args.repeats or processes.REPEATS, args.out)
+    if args.warm_start:
+        return warm_start.run(console, args.repeats or warm_start.REPEATS, args.out)
     variants = compile_time.REGISTERED if args.registered else compile_time.BACKENDS
     repeats = args.repeats or compile_time.REPEATS
     return compile_time.run(console, args.device, repeats, args.out, variants)

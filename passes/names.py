@@ -95,7 +95,7 @@ def _elements(node: Node) -> int:
     )
 
 
-def _telling(nodes: Sequence[Node]) -> list[Node]:
+def telling(nodes: Sequence[Node]) -> list[Node]:
     """The nodes that say what a region is about: its inner reductions, or what reductions it
     has.
     """
@@ -105,13 +105,13 @@ def _telling(nodes: Sequence[Node]) -> list[Node]:
 def name(nodes: Sequence[Node]) -> str:
     """The norm's name: the op that was decomposed, or the class of the module it stands in."""
     suffix = "_backward" if phase(nodes) == "backward" else ""
-    telling = _telling(nodes)
-    classes = [snake_case(stack[-1][1]) for node in telling if (stack := _modules(node))]
+    told = telling(nodes)
+    classes = [snake_case(stack[-1][1]) for node in told if (stack := _modules(node))]
     named = [
-        *_ops(telling),
+        *_ops(told),
         *(kind for kind in classes if "norm" in kind),
         *_ops(nodes),  # pointwise neighbours may come from anywhere
-        *(match[1] for node in telling if (match := NORM_OPS.match(_called(node)))),
+        *(match[1] for node in told if (match := NORM_OPS.match(_called(node)))),
         *classes,
         "norm",
     ]
@@ -144,11 +144,9 @@ def module(nodes: Sequence[Node]) -> str:
     """Where a region's inner reductions come from: dotted paths as in named_modules(), or
     file:line.
     """
-    telling = _telling(nodes)
-    paths = dict.fromkeys(path for node in telling if (path := innermost(node)))
-    return ", ".join(paths) or next(
-        (line for node in (*telling, *nodes) if (line := _line(node))), ""
-    )
+    told = telling(nodes)
+    paths = dict.fromkeys(path for node in told if (path := innermost(node)))
+    return ", ".join(paths) or next((line for node in (*told, *nodes) if (line := _line(node))), "")
 
 
 def innermost(node: Node) -> str:

@@ -13,6 +13,7 @@ import sympy
 import torch
 
 from normpass.passes.domain import extent_of, step_of
+from normpass.passes.names import telling
 from normpass.passes.regions import is_collective
 from normpass.passes.sizes import hint
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 prims = torch.ops.prims
 
-# What passes of others read off a node, and torch's own replacements of nodes keep.
-KEPT_META = (
+# What passes of others read off a node, and torch's own replacements of nodes keep: where it is in
+# the user's program, and what stages of the compiler noted.
+ORIGIN = (
     "stack_trace",
     "nn_module_stack",
     "source_fn_stack",
@@ -34,12 +36,9 @@ KEPT_META = (
     "fwd_source_fn_stack",
     "original_aten",
     "custom",
-    "recompute",
-    "ac_graph_id",
     "seq_nr",
-    "partitioner_tag",
-    "autograd_backward",
 )
+NOTES = ("partitioner_tag", "autograd_backward", "recompute", "ac_graph_id")
 
 
 class SizeUnknown(Exception):
@@ -131,12 +130,16 @@ def _first_collective_behind(graph: Graph, nodes: Sequence[Node]) -> Node | None
 
 
 def _provenance(nodes: Sequence[Node]) -> dict[str, Any]:
-    """Where a region came from: of each kind what the last node says that says any, and the sources
-    of all.
+    """Of each kind what the last node says that says any; where it comes from the norm's own nodes
+    say best, and all are its sources.
     """
-    found = {key: node.meta[key] for node in nodes for key in KEPT_META if key in node.meta}
-    sources = {id(source): source for n in nodes for source in n.meta.get("from_node", ())}
-    return found | ({"from_node": [*sources.values()]} if sources else {})
+    found = {}
+    for kinds, asked in ((ORIGIN + NOTES, nodes), (ORIGIN, telling(nodes))):
+        for node in asked:
+            found.update({kind: node.meta[kind] for kind in kinds if kind in node.meta})
+    if sources := {id(s): s for node in nodes for s in node.meta.get("from_node", ())}:
+        found["from_node"] = [*sources.values()]
+    return found
 
 
 def _converted(graph: Graph, node: Node, dtype: torch.dtype) -> Node:

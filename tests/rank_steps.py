@@ -11,11 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,8 +34,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 
+import normpass
 from normpass.passes import faults
 
 if TYPE_CHECKING:
@@ -94,7 +108,7 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
     # What wrappers put into names is not part of them.
-    wrappers = "_checkpoint_wrapped_module.", "_orig_mod."
+    wrappers = "_checkpoint_wrapped_module.", "_orig_mod.", "parametrizations.", ".original"
     found = {}
     for name, parameter in net.named_parameters():
         for wrapper in wrappers:
@@ -111,11 +125,13 @@ def alone(width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, Tensor]:
     return gradients(net)
 
 
-def steps(net: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> None:
+def steps(
+    net: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, target: Tensor, parts: int = 1
+) -> None:
     for _ in range(STEPS):
         net.zero_grad()
         y = run(x)
-        loss(y.full_tensor() if isinstance(y, DTensor) else y, target).backward()
+        (loss(y.full_tensor() if isinstance(y, DTensor) else y, target) / parts).backward()
 
 
 def data_parallel(compiled: Callable[[Any], Any], *, inside: bool) -> dict[str, Tensor]:
@@ -151,10 +167,35 @@ def accumulated(compiled: Callable[[Any], Any]) -> dict[str, Tensor]:
     return gradients(net)
 
 
+class Gathered(nn.Module):
+    """A whole weight of the part that this rank has, as SimpleFSDP has it: the collectives stand in
+    the compiled graph.
+    """
+
+    def forward(self, part: DTensor) -> Tensor:
+        return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def parametrized(compiled: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """SimpleFSDP: every parameter is a DTensor in parts, gathered where it is used."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    net = network()
+    for module in list(net.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            setattr(module, name, part)
+            register_parametrization(module, name, Gathered(), unsafe=True)
+    x, target = map(share, batch())
+    # Parts of a sum, where the other engines have a mean.
+    steps(net, compiled(net), x, target, parts=distributed.get_world_size())
+    return gradients(net)
+
+
 def sharded(
-    compiled: Callable[[Any], Any],
+    compiled: Callable[..., Any],
     *,
-    whole: bool,
+    whole: bool = False,
+    in_place: bool = False,
     checkpoint: bool = False,
     policy: MixedPrecisionPolicy | None = None,
 ) -> dict[str, Tensor]:
@@ -164,7 +205,7 @@ def sharded(
     rules = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     for k, block in enumerate(net.blocks):
         kept = checkpoint_wrapper(block) if checkpoint else block
-        net.blocks[k] = kept if whole else compiled(kept)
+        net.blocks[k] = kept if whole else compiled(kept, in_place=in_place)
     for block in net.blocks:
         fully_shard(block, **rules)
     fully_shard(net, **rules)
@@ -244,11 +285,13 @@ WAYS: dict[str, Callable[[Callable[[Any], Any]], dict[str, Tensor]]] = {
     "compiled DDP": partial(data_parallel, inside=False),
     "compiled DDP, several buckets": several_buckets,
     "compiled DDP, accumulated": accumulated,
-    "FSDP2 by block": partial(sharded, whole=False),
+    "FSDP2 by block": sharded,
+    "FSDP2 by block, in place": partial(sharded, in_place=True),
     "FSDP2 whole": partial(sharded, whole=True),
-    "FSDP2 by block, checkpointed": partial(sharded, whole=False, checkpoint=True),
+    "FSDP2 by block, checkpointed": partial(sharded, checkpoint=True),
     "FSDP2 whole, checkpointed": partial(sharded, whole=True, checkpoint=True),
-    "FSDP2 by block, bfloat16": partial(sharded, whole=False, policy=BFLOAT16),
+    "FSDP2 by block, bfloat16": partial(sharded, policy=BFLOAT16),
+    "SimpleFSDP": parametrized,
     "tensor parallel": partial(tensor_parallel, sequence=False),
     "sequence parallel": partial(tensor_parallel, sequence=True),
     "rows sharded": sharded_along_rows,
@@ -263,13 +306,40 @@ def run(way: str, backend: str | None, inner: str) -> tuple[dict[str, Tensor], d
     counters.clear()
     options = {"least_bytes": 0, "inner": inner} if backend == "normpass" else None
 
-    def compiled(function: Any) -> Any:
-        return torch.compile(function, backend=backend, options=options) if backend else function
+    def compiled(function: Any, *, in_place: bool = False) -> Any:
+        if in_place and backend:
+            function.compile(backend=backend, options=options)
+        elif backend:
+            return torch.compile(function, backend=backend, options=options)
+        return function
 
     found = WAYS[way](compiled)
     seen = faults.reported()
     assert not seen, f"faults of ours, survived: {seen}"
     return found, dict(counters["normpass"])
+
+
+def traced_step(fused: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """A training step as a graph trainer has it: make_fx of forward, loss and backward with the
+    collectives that gather weights and scatter gradients, then normpass.fuse among its passes.
+    """
+    counters.clear()
+    net = network()
+    group = distributed.group.WORLD
+    names, weights = zip(*net.named_parameters(), strict=True)
+    parts = [share(weight.detach()).clone().requires_grad_() for weight in weights]
+
+    def step(x: Tensor, target: Tensor, *parts: Tensor) -> list[Tensor]:
+        whole = [all_gather_tensor_autograd(part, 0, group) for part in parts]
+        y = torch.func.functional_call(net, dict(zip(names, whole, strict=True)), (x,))
+        part_of_sum = loss(y, target) / distributed.get_world_size()
+        return list(torch.autograd.grad(part_of_sum, parts))
+
+    x, target = map(share, batch())
+    traced = make_fx(step, tracing_mode="fake")(x, target, *parts)
+    run = normpass.fuse(traced, (x, target, *parts), least_bytes=0) if fused else traced
+    found = [all_gather_tensor(gradient, 0, group) for gradient in run(x, target, *parts)]
+    return dict(zip(names, found, strict=True)), dict(counters["normpass"])
 
 
 def dies(who: int) -> None:

@@ -90,6 +90,15 @@ inline void each_lane(L lanes, const Body& body) {
 
 // ---- memory
 
+// A number as memory keeps it. Integers of one byte take the long way: what C++ does not define, a number that they do
+// not hold, has the last eight bits on some processors and is the nearest one that they hold on others.
+template <class S, class T>
+inline S kept_as(T value) {
+  if constexpr (std::is_same_v<S, int8_t> || std::is_same_v<S, uint8_t>)
+    return static_cast<S>(static_cast<int32_t>(value));
+  else return static_cast<S>(value);
+}
+
 template <class T, class S>
 inline T get(const S* p) {
   return static_cast<T>(*p);
@@ -97,7 +106,7 @@ inline T get(const S* p) {
 
 template <class T, class S>
 inline void put(S* p, T value) {
-  *p = static_cast<S>(value);
+  *p = kept_as<S>(value);
 }
 
 template <class T, class S>
@@ -332,7 +341,7 @@ inline void store(S* p, Vectorized<T> value, L lanes) {
   } else {
     alignas(64) T buffer[Vectorized<T>::size()];
     value.store(buffer);
-    each_lane<T>(lanes, [&](int i) { p[i] = static_cast<S>(buffer[i]); });
+    each_lane<T>(lanes, [&](int i) { p[i] = kept_as<S>(buffer[i]); });
   }
 }
 
@@ -340,7 +349,7 @@ template <class T, class S, class L>
 inline void scatter(S* p, int64_t stride, Vectorized<T> value, L lanes) {
   alignas(64) T buffer[Vectorized<T>::size()];
   value.store(buffer);
-  each_lane<T>(lanes, [&](int i) { p[i * stride] = static_cast<S>(buffer[i]); });
+  each_lane<T>(lanes, [&](int i) { p[i * stride] = kept_as<S>(buffer[i]); });
 }
 
 // Lane i of row j becomes lane j of row i, of as many rows as there are lanes.
@@ -474,7 +483,7 @@ inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // A number as half precision keeps it.
 template <class S, class T, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
-inline T round_to(T x) { return static_cast<T>(static_cast<S>(x)); }
+inline T round_to(T x) { return static_cast<T>(kept_as<S>(x)); }
 template <class S, class T>
 inline Vectorized<T> round_to(Vectorized<T> x) {
   alignas(64) S half[Vectorized<T>::size()];

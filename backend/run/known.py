@@ -52,7 +52,7 @@ def recall(name: str) -> Facts | None:
 def remember(name: str, facts: Facts) -> None:
     """Where nothing can be written, nothing is."""
     with suppress(OSError):
-        if not _place(name).exists():
+        if recall(name) != facts:
             toolchain.write(_place(name), json.dumps(asdict(facts)).encode())
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from threading import RLock
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -198,7 +200,7 @@ class Kernel:
         if self._recalled and (library := toolchain.found(self._recalled.library)):
             return library
         # Asked for again, because a forked child does not get what its parent was building.
-        library = toolchain.start(self.source).result()
+        library = toolchain.built(self.source)
         self._settled()
         return library
 
@@ -213,6 +215,8 @@ class Kernel:
             function.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_int)
             function.restype = None
             self._function = function
+        except toolchain.InterruptedBuild:
+            pass  # this call goes without: whoever calls next has it built
         except Exception as error:
             self._fail(error)
         return self._function
@@ -240,6 +244,19 @@ class Kernel:
         run = partial(function, ctypes.pointer(arguments))
         parts = pieces(region, extents) if region.joins else ()
         return Launch(inputs, results, parts, run, workers, past_caches)
+
+
+def _after_fork() -> None:
+    """Before Python 3.12 a cached property has a lock, which a thread may have held that a forked
+    child lacks.
+    """
+    for each in vars(Kernel).values():
+        if isinstance(each, cached_property) and hasattr(each, "lock"):
+            each.lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @lru_cache(maxsize=4096)

@@ -14,9 +14,12 @@ import logging
 import os
 import platform
 import shutil
+import signal
+import subprocess
 import tempfile
+import threading
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
@@ -42,6 +45,12 @@ class CompileError(RuntimeError):
     """Generated C++ that the compiler refuses, with its messages."""
 
 
+class InterruptedBuild(CompileError):
+    """A compiler that Ctrl-C ended, which a terminal sends to all processes. Says nothing about the
+    kernel: it is built when it is next asked for.
+    """
+
+
 @cache
 def missing_compiler() -> str | None:
     """Why there is no C++ compiler, or None if there is one."""
@@ -49,9 +58,21 @@ def missing_compiler() -> str | None:
 
     try:
         cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
+    except (exc.InvalidCxxCompiler, OSError) as error:  # the latter of a file that is no program
         wanted = os.environ.get("CXX", "g++ or clang++")
         return f"expected a C++ compiler ({wanted}), found none: {str(error).splitlines()[0]}"
+    return None
+
+
+def cannot_build() -> str | None:
+    """Why nothing can be compiled here now, by us or by Inductor, or None if it can."""
+    if missing := missing_compiler():
+        return missing
+    try:
+        with tempfile.TemporaryFile(dir=cache_dir()) as file:
+            file.write(bytes(4096))  # a full disk has folders and empty files left
+    except OSError as error:
+        return f"expected a cache folder that can be written to, found {error}"
     return None
 
 
@@ -121,22 +142,32 @@ def _include() -> Path:
     on a machine and makes each kernel compile in a third of the time. Lies where Inductor keeps its
     own precompiled headers, which outlive a cache.
     """
-    from torch._inductor import config, cpp_builder
+    from torch._inductor import config, cpp_builder, exc
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if not (config.cpp_cache_precompile_headers and cpp_builder.is_gcc()):
         return FOLDER
     key = hashlib.sha256(_header_digest() + torch.__version__.encode() + _command()).hexdigest()
     home = Path(default_cache_dir()) / "precompiled_headers" / f"normpass_{key[:16]}"
-    if not (home / "normpass.h.gch").exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home.parent) as folder:
-            header, *_ = [shutil.copy(header, folder) for header in HEADERS]
-            _builder(Path(header), header, Path(folder), FOLDER, precompiling=True).build()
-            with suppress(OSError):  # another process was first
-                Path(folder).rename(home)
-            Path(folder).mkdir(exist_ok=True)
-    return home
+    precompiled = home / "normpass.h.gch"
+    try:
+        if not precompiled.exists():
+            _precompile(home)
+    except (OSError, exc.CppCompileError) as error:
+        if _was_interrupted(error):
+            raise
+        log.info("kernels are compiled without a precompiled header: %s", error)
+    return home if precompiled.exists() else FOLDER
+
+
+def _precompile(home: Path) -> None:
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent) as folder:
+        header, *_ = [shutil.copy(header, folder) for header in HEADERS]
+        _builder(Path(header), header, Path(folder), FOLDER, precompiling=True).build()
+        with suppress(OSError):  # another process was first
+            Path(folder).rename(home)
+        Path(folder).mkdir(exist_ok=True)
 
 
 def key_of(source: str) -> str:
@@ -161,24 +192,28 @@ def load(source: str) -> ctypes.CDLL:
         key = key_of(source)
     except InvalidCxxCompiler as error:  # it may have been there when the graph was compiled
         raise CompileError(f"no C++ compiler: {error}") from error
-    library, checksum = _places(key)
-    if not _is_whole(library, checksum):
-        if library.exists() and checksum.exists():  # else another process is about to finish
-            log.warning("kernel %s in the cache is damaged: building it again", library)
-        _build(source, library, checksum)
-    return ctypes.CDLL(str(library))
+    if library := found(key):
+        return library
+    place, checksum = _places(key)
+    if place.exists() and checksum.exists():  # else another process is about to finish
+        log.warning("kernel %s in the cache is damaged: building it again", place)
+    _build(source, place, checksum)
+    return ctypes.CDLL(str(place))
 
 
 def found(key: str) -> ctypes.CDLL | None:
-    """A library that is in the cache and whole."""
-    library, checksum = _places(key)
-    return ctypes.CDLL(str(library)) if _is_whole(library, checksum) else None
+    """A library that is in the cache, whole and made for a machine like this one."""
+    place, checksum = _places(key)
+    if _is_whole(place, checksum):
+        with suppress(OSError):  # it may want newer libraries than this machine has
+            return ctypes.CDLL(str(place))
+    return None
 
 
 def _is_whole(library: Path, checksum: Path) -> bool:
     try:
-        return hashlib.sha256(library.read_bytes()).hexdigest() == checksum.read_text()
-    except OSError:
+        return _checksum(library) == checksum.read_text()
+    except (OSError, UnicodeDecodeError):
         return False
 
 
@@ -193,23 +228,56 @@ def _build(source: str, library: Path, checksum: Path) -> None:
         text = Path(folder) / "kernel.cpp"
         text.write_text(source)
         try:
-            with _header_lock:
-                include = _include()
-            builder = _builder(text, "kernel", Path(folder), include)
-            builder.build()
+            built = _compile(text)
         except CppCompileError as error:
-            raise CompileError(str(error)) from error
+            kind = InterruptedBuild if _was_interrupted(error) else CompileError
+            raise kind(str(error)) from error
         text.replace(library.with_suffix(".cpp"))
-        _put(Path(builder.get_target_file_path()), library, checksum)
+        _put(built, library, checksum)
     compiled += 1
 
 
+def _compile(text: Path) -> Path:
+    """The library of a source, beside it."""
+    from torch._inductor.exc import CppCompileError
+
+    def compile_with(include: Path) -> Path:
+        builder = _builder(text, "kernel", text.parent, include)
+        builder.build()
+        return Path(builder.get_target_file_path())
+
+    with _header_lock:
+        include = _include()
+    try:
+        return compile_with(include)
+    except CppCompileError as error:
+        if include == FOLDER or _was_interrupted(error):
+            raise
+        return compile_with(FOLDER)  # a precompiled header that is damaged is an error to GCC
+
+
+def _was_interrupted(error: Exception) -> bool:
+    """Whether a compiler was ended by Ctrl-C."""
+    cause = error.__cause__
+    return isinstance(cause, subprocess.CalledProcessError) and cause.returncode == -signal.SIGINT
+
+
 def _put(built: Path, library: Path, checksum: Path) -> None:
-    """Moves a library to where others find it, with its checksum after it."""
+    """Moves a library to where others find it, with its checksum after it.
+
+    Another process may do the same meanwhile with a library of other bytes: no compiler promises
+    the same twice. Whoever comes last finds both, and sets the checksum right.
+    """
     total = built.with_suffix(".sum")
-    total.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
+    total.write_text(_checksum(built))
     built.replace(library)
     total.replace(checksum)
+    if not _is_whole(library, checksum):
+        write(checksum, _checksum(library).encode())
+
+
+def _checksum(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def write(place: Path, data: bytes) -> None:
@@ -224,9 +292,11 @@ def write(place: Path, data: bytes) -> None:
 
 
 def packed(key: str) -> bytes | None:
-    """A library of this machine's cache for another one's; None if it is not there."""
+    """A library of this machine's cache for another one's; None if it is not there, or damaged."""
+    library, checksum = _places(key)
     with suppress(OSError):
-        return zlib.compress(_places(key)[0].read_bytes(), 1)
+        if _is_whole(library, checksum):
+            return zlib.compress(library.read_bytes(), 1)
     return None
 
 
@@ -234,7 +304,7 @@ def unpack(key: str, data: bytes) -> None:
     """Puts a library into this machine's cache. Where nothing can be written, nothing is."""
     with suppress(OSError, zlib.error):
         library, checksum = _places(key)
-        if library.exists() and checksum.exists():
+        if _is_whole(library, checksum):
             return
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / "kernel.so"
@@ -258,12 +328,44 @@ def start(source: str) -> Future[ctypes.CDLL]:
     """
     global _pool
     with _lock:
-        if source not in _futures:
+        future = _futures.get(source)
+        if future is None or _is_void(future):
             if _pool is None:
                 _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="normpass-compile")
-            # With the caller's settings: torch keeps its own for each context.
-            _futures[source] = _pool.submit(copy_context().run, load, source)
-        return _futures[source]
+            try:
+                # With the caller's settings: torch keeps its own for each context.
+                future = _pool.submit(copy_context().run, load, source)
+            except RuntimeError:  # no thread can be started any more
+                future = Future()
+                future.cancel()
+            _futures[source] = future
+        return future
+
+
+def _is_void(future: Future[ctypes.CDLL]) -> bool:
+    """Whether a build came to nothing for reasons that have gone."""
+    if future.cancelled():
+        return True
+    return future.done() and isinstance(future.exception(), InterruptedBuild)
+
+
+def built(source: str) -> ctypes.CDLL:
+    """Waits for what `start` began. Threads may outlive the main one, whose end is that of the
+    pool: they build their own.
+
+    Raises:
+        CompileError: with the compiler's messages.
+    """
+    try:
+        return start(source).result()
+    except CancelledError:
+        return load(source)
+
+
+def _at_exit() -> None:
+    """What nobody waits for is not built: a program that is to end, ends."""
+    if _pool is not None:
+        _pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _after_fork() -> None:
@@ -274,5 +376,10 @@ def _after_fork() -> None:
         del _futures[source]
 
 
+# Functions of atexit run after Python has waited for the threads of all pools. No others can be
+# entered where a thread is the first to ask for this module, after the main one has ended.
+if hasattr(threading, "_register_atexit"):
+    with suppress(RuntimeError):
+        threading._register_atexit(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

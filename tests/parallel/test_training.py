@@ -27,9 +27,19 @@ CASES = [
     ("compiled DDP, several buckets", 2, "inductor"),
     ("FSDP2 by block, checkpointed", 2, "inductor"),
     ("sequence parallel", 2, "inductor"),
+    ("SimpleFSDP", 2, "inductor"),
     ("FSDP2 by block", 4, "eager"),
     pytest.param("pipeline", 3, "eager", marks=pytest.mark.sweep),
-    pytest.param("sequence parallel", 4, "eager", marks=pytest.mark.sweep),
+    *(
+        pytest.param(way, 4, "eager", marks=pytest.mark.sweep)
+        for way in (
+            "compiled DDP, several buckets",
+            "SimpleFSDP",
+            "tensor parallel",
+            "sequence parallel",
+            "rows sharded",
+        )
+    ),
 ]
 
 
@@ -74,6 +84,19 @@ def test_gradients(way: str, count: int, inner: str, groups: Callable[[int], Ran
         assert not refused
         assert any(key.startswith("fused") and key.endswith("backward") for key in counts)
         assert any(key.startswith("fused") and not key.endswith("backward") for key in counts)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_step_traced_as_one_graph(count: int, groups: Callable[[int], Ranks]) -> None:
+    ranks = groups(count)
+    right = alone()
+    for stock, counts in ranks(rank_steps.traced_step, False):
+        assert off(stock, right) <= ROUNDING
+        assert not counts
+    for found, counts in ranks(rank_steps.traced_step, True):
+        assert found.keys() == right.keys()
+        assert off(found, right) <= ROUNDING
+        assert any(key.startswith("fused") and key.endswith("backward") for key in counts)
 
 
 def test_a_rank_that_dies_does_not_hang_the_others(groups: Callable[[int], Ranks]) -> None:

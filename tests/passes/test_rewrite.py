@@ -12,6 +12,7 @@ from tracing import calls, fuse, trace
 
 from normpass.backend.run.op import region_op
 from normpass.passes.pipeline import Fused
+from normpass.passes.region import Region
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -90,6 +91,19 @@ def test_provenance_is_kept() -> None:
     (call,) = calls(graph, region_op)
     assert call.meta["stack_trace"] == 'File "model.py", line 7, in forward'
     assert call.meta["seq_nr"] == 11
+
+
+def test_results_that_lie_otherwise_do_not_keep_old_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = trace(centred, X)
+    last = next(n for n in graph.graph.nodes if n.target == aten.sub.Tensor)
+    assert last.meta["tensor_meta"].stride == (40, 1)
+    monkeypatch.setattr(Region, "whole_strides", lambda *_: (1, 6))
+    fuse(graph)
+    (item,) = (n for n in graph.graph.nodes if n.target is operator.getitem)
+    assert item.meta["val"].stride() == (1, 6)
+    assert "tensor_meta" not in item.meta
 
 
 def test_run_time_sizes_are_read_off_tensors() -> None:
