@@ -65,6 +65,8 @@ def left_out(seed: Node, nodes: Sequence[Node], fault: Fault) -> set[Node]:
     """
     if fault.size is not None:
         cut = _bringing(fault.size, nodes)
+    elif fault.node is not None and _is_double(fault.node):
+        cut = _double(nodes)
     elif fault.node is not None:
         cut = {fault.node} & {*nodes} or _reading((fault.node,), nodes)
     else:
@@ -86,6 +88,19 @@ def with_what_feeds_it(barred: AbstractSet[Node]) -> set[Node]:
 
 def _reading(sources: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
     return {node for node in nodes if not set(sources).isdisjoint(node.all_input_nodes)}
+
+
+def _double(nodes: Sequence[Node]) -> set[Node]:
+    """All that is computed in float64, as the scale of a quantization is, and what is rounded from
+    it: with one of them outside the next would be at fault.
+    """
+    found = set(filter(_is_double, nodes))
+    return found | _reading(found, nodes)
+
+
+def _is_double(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float64
 
 
 def _bringing(size: sympy.Expr, nodes: Sequence[Node]) -> set[Node]:

@@ -140,3 +140,18 @@ def test_training_through_fake_quantization() -> None:
     assert float((y - eager).abs().gt(1e-5).double().mean()) < 1e-4  # on the other side of a step
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_scale_in_float64_does_not_cost_the_norm() -> None:
+    """As torchao has it for rows: what is of double precision stays outside, all of it."""
+
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.rms_norm(x, w.shape, w)
+        scale = (448 / y.abs().amax(-1, keepdim=True).double().clamp(min=1e-12)).float()
+        return (y * scale).clamp(-448, 448).to(torch.float8_e4m3fn), 1 / scale
+
+    found, right = compiled(f, X, W), f(X, W)
+    assert counters["normpass"]["fused rms_norm"] == 1
+    torch.testing.assert_close(found[1], right[1])
+    apart = (found[0].float() - right[0].float()).abs()
+    assert float((apart > 0).double().mean()) < 1e-4
