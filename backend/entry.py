@@ -17,8 +17,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +32,7 @@ from normpass.backend.options import Options
 from normpass.backend.program.machine import machine_of
 from normpass.backend.run import toolchain
 from normpass.backend.run.calibration import conditions_of
-from normpass.decomps import digest, registry
+from normpass.backend.table import decomposition_table, source_digest
 from normpass.decomps.activation import (
     averages_running_statistics,
     is_registered,
@@ -155,28 +153,6 @@ def _warn_once(message: str) -> None:
     log.warning(message)
 
 
-class DecompositionTable(dict[Any, "Callable[..., Any]"]):
-    """Inductor's decompositions with ours in their place.
-
-    Since torch 2.13 the table is part of the key of Inductor's cache, and some of its functions
-    cannot be pickled: it goes there as the hash of our sources (the key has torch's version too).
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return decomposition_table, (source_digest(),)
-
-
-def decomposition_table(_digest: str = "") -> DecompositionTable:
-    """The table for this process."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    import_module("torch._inductor.lowering")  # a pool's decomposition takes it for imported
-    theirs = select_decomp_table()
-    return DecompositionTable(
-        {**theirs, **image_gradients.kept_whole(theirs), **registry.decompositions_in_use()}
-    )
-
-
 class _Pass(CustomGraphPass):
     """A pass over a graph that runs after those that were configured before it."""
 
@@ -251,10 +227,3 @@ class FusionPass(_Pass):
 def fusion_pass() -> FusionPass:
     """The pass with default options, for `normpass.register()`."""
     return FusionPass()
-
-
-def source_digest() -> str:
-    """A hash of all our sources, and of the rules of others."""
-    backend = Path(__file__).parent
-    parts = digest.of_folder(backend), digest.of_folder(backend.parent / "passes")
-    return "-".join((*parts, digest.of_rules()))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.entry import decomposition_table
 from normpass.backend.explain import dump, record
 from normpass.backend.inductor import donated, inductor_call, rest
 from normpass.backend.inductor.memory_format import as_expected
@@ -24,6 +23,7 @@ from normpass.backend.run import toolchain
 from normpass.backend.run.calibration import conditions_of
 from normpass.backend.run.op import print_for, region_op
 from normpass.backend.run.runtime import kernel
+from normpass.backend.table import decomposition_table
 from normpass.passes import faults
 from normpass.passes.expand import Expander, out_of_place
 from normpass.passes.pipeline import Decision, Fused, LayOut, fuse_graph

@@ -13,7 +13,7 @@ import torch
 from rich.progress import Progress
 from rich.table import Table
 
-from normpass.backend.entry import source_digest
+from normpass.backend.table import source_digest
 from normpass.benchmarks.cases import DTYPES, geometric_mean
 from normpass.benchmarks.machine import installed, machine
 from normpass.benchmarks.measure import Timing, number, spread

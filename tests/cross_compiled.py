@@ -89,8 +89,9 @@ NEWER_NEON = Processor(
 SVE256 = Processor(
     "sve256", lambda: _sve(256), "SVE256", "armv8-a+sve+bf16", "max,sve256=on,sve512=off"
 )
+# All that have vectors so short are of the ninth architecture.
 SVE128 = Processor(
-    "sve128", lambda: _sve(128), "SVE128", "armv8-a+sve+bf16", "max,sve128=on,sve256=off"
+    "sve128", lambda: _sve(128), "SVE128", "armv9-a+bf16", "max,sve128=on,sve256=off"
 )
 
 

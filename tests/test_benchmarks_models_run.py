@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from normpass.backend.entry import source_digest
+from normpass.backend.table import source_digest
 from normpass.benchmarks import bench, model_steps, zoo
 from normpass.benchmarks.zoo import Case
 

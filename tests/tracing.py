@@ -8,8 +8,8 @@ import torch
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from normpass.backend.entry import decomposition_table
 from normpass.backend.run.op import region_op
+from normpass.backend.table import decomposition_table
 from normpass.passes.pipeline import Decision, Fused, Refused, fuse_graph
 from normpass.passes.region_text import parse
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from normpass.backend.entry import SavingPass, decomposition_table
+from normpass.backend.entry import SavingPass
 from normpass.backend.inductor.mutated import constant_inputs
 from normpass.backend.options import Options
+from normpass.backend.table import decomposition_table
 from normpass.benchmarks.measure import peak_bytes
 from normpass.passes import saved
 
