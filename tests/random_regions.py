@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from bounded import ARITY, FUNCTION_NAMES
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from normpass.passes.region import Axis, Buffer, Op, Output, Region
@@ -232,7 +233,9 @@ class _Chained(_Builder):
     def ops(self) -> tuple[Op, ...]:
         draw = self.draw
         before = [self.op(k) for k in range(draw(st.integers(0, 2)))]
-        value = draw(st.sampled_from([v for v, axes in self.varies.items() if axes]))
+        candidates = [value for value, axes in self.varies.items() if axes]
+        assume(candidates)  # not all are single numbers
+        value = draw(st.sampled_from(candidates))
         axes = tuple(self.reduced([axis for axis in AXES if axis in self.varies[value]]))
         chain: list[Op] = []
         if axes and draw(st.booleans()):
