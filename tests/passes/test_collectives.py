@@ -39,11 +39,16 @@ def all_gather(x: Tensor) -> Tensor:
     return waited
 
 
-def gradients(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    """Of a layer norm, as its operator has them but one after the other: dx, dw, db."""
+def normalized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x_hat and rstd."""
     mean = x.mean(-1, keepdim=True)
     rstd = (x.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
-    x_hat = (x - mean) * rstd
+    return (x - mean) * rstd, rstd
+
+
+def gradients(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """Of a layer norm, as its operator has them but one after the other: dx, dw, db."""
+    x_hat, rstd = normalized(x)
     gw = g * w
     dx = rstd * (gw - gw.mean(-1, keepdim=True) - x_hat * (gw * x_hat).mean(-1, keepdim=True))
     return dx, (g * x_hat).sum([0, 1]), g.sum([0, 1])
@@ -51,9 +56,7 @@ def gradients(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 def each_sent_at_once(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     """As DTensor has the gradients of a replicated weight: dw is on its way before db begins."""
-    mean = x.mean(-1, keepdim=True)
-    rstd = (x.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
-    x_hat = (x - mean) * rstd
+    x_hat, rstd = normalized(x)
     gw = g * w
     dx = rstd * (gw - gw.mean(-1, keepdim=True) - x_hat * (gw * x_hat).mean(-1, keepdim=True))
     dw = all_reduce((g * x_hat).sum([0, 1]))
