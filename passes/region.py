@@ -296,7 +296,7 @@ class Region:
         strides, step = [], 1
         for size in reversed(self.shape(buffer, extents)):
             strides.append(step)
-            step *= max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1)
+            step *= torch.sym_max(size, 1) if isinstance(size, torch.SymInt) else max(size, 1)
         return tuple(reversed(strides))
 
 
