@@ -22,7 +22,21 @@ PASS = "passes over Inductor's graphs"
 SYNC = "SyncBatchNorm"
 
 WITH: dict[str, tuple[str, ...]] = {
-    RULES: (LEVELS, TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, FUNCTION_OPS, EAGER, TABLE, PASS),
+    RULES: (
+        *(
+            LEVELS,
+            TRACES,
+            BATCHING,
+            NODES,
+            ZEROS,
+            FUNCTIONS,
+            FUNCTION_OPS,
+            EAGER,
+            SYNC,
+            TABLE,
+            PASS,
+        ),
+    ),
     LEVELS: (TRACES, BATCHING, NODES, ZEROS, FUNCTIONS, FUNCTION_OPS, EAGER),
     TRACES: (NODES, ZEROS),
     NODES: (FUNCTION_OPS,),
