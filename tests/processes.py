@@ -152,9 +152,17 @@ def has_whole_libraries_only(cache: Path) -> bool:
 
 
 def program(text: str, cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A Python program, which Ctrl-C can be sent to with all that it has started."""
-    paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    environment = {"PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+    """A Python program, which Ctrl-C can be sent to with all that it has started. Inductor does not
+    try the compiler with each kind of vectors first.
+    """
+    environment = {
+        "PYTHONPATH": os.pathsep.join(
+            (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+        ),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        **environment,
+    }
     return subprocess.Popen(
         [sys.executable, "-c", text, *arguments],
         env={**os.environ, **environment},
@@ -170,12 +178,13 @@ def program(text: str, cache: Path, *arguments: str, **environment: str) -> subp
 
 def train_at_once(queue: Any, count: int, width: int, cache: str) -> None:
     """A process that becomes `count` processes, which compile and train the same model at the same
-    time. It has done so with another model, elsewhere: what that imports is imported once.
+    time. It has compiled another one, elsewhere: what that imports is imported once. It has no
+    gradients taken, which torch may refuse to a fork afterwards.
     """
     os.setpgid(0, 0)
     torch.set_num_threads(1)
-    other = model(24)
-    queue.put(differences(compiled(other, "inductor"), other, example(24)))
+    with torch.no_grad():
+        compiled(model(24), "inductor")(example(24))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(count), []
@@ -210,6 +219,10 @@ def fork_after_training(queue: Any, inner: str) -> None:
 def _go_on(
     function: Callable[..., Any], net: nn.Module, x: torch.Tensor, inner: str
 ) -> dict[str, Any]:
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError as error:
+        return {"refused": str(error)}
     other, before = model(56), toolchain.compiled
     return {
         "wrong": differences(function, net, x),

@@ -360,6 +360,8 @@ def built(source: str) -> ctypes.CDLL:
         return start(source).result()
     except CancelledError:
         return load(source)
+    except InterruptedBuild:  # who was to be interrupted is not who goes on here
+        return start(source).result()
 
 
 def _at_exit() -> None:

@@ -39,7 +39,6 @@ def test_processes_train_one_model_on_an_empty_cache(
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with processes.spawned(processes.train_at_once, 8, 40, str(fresh_cache / "empty")) as answer:
-        assert answer() == []
         assert answer() == [[]] * 8
     fresh_cache = fresh_cache / "empty"
     assert processes.has_whole_libraries_only(fresh_cache)
@@ -79,11 +78,17 @@ def test_processes_that_finish_one_kernel_at_once(
 # ---- forks
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_a_fork_goes_on_with_compiled_code(inner: str) -> None:
-    with processes.spawned(processes.fork_after_training, inner) as answer:
+def test_a_fork_goes_on_with_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one thread, as a DataLoader's workers have. With more even eager mode hangs there, once
+    the parent has used several: GCC's OpenMP does not outlive a fork.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    with processes.spawned(processes.fork_after_training, "inductor") as answer:
         assert answer() == []
-        assert answer() == {"wrong": [], "wrong in another": [], "compiled": True}
+        found = answer()
+        if "refused" in found:  # where it was built for GPUs
+            pytest.skip(f"torch differentiates in no fork here: {found['refused']}")
+        assert found == {"wrong": [], "wrong in another": [], "compiled": True}
 
 
 def is_right_and_built(kernel: Kernel) -> tuple[bool, bool]:
@@ -143,13 +148,17 @@ def test_a_fork_while_a_kernel_is_planned(
 
 @pytest.fixture
 def backend_is_loaded() -> None:
-    """torch 2.13 fails where two threads are the first to name a backend of another package
+    """torch fails where two threads are the first to name a backend of another package
     ("duplicate name"), whichever it is: it looks whether it has it, loads it and enters it, without
     a lock.
     """
     torch._dynamo.lookup_backend("normpass")
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < "2.12",
+    reason="torch 2.11 itself fails where a thread runs compiled code while another one traces",
+)
 @pytest.mark.usefixtures("backend_is_loaded")
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_threads_compile_at_once(inner: str) -> None:
