@@ -339,7 +339,7 @@ def traced_step(fused: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
     traced = make_fx(step, tracing_mode="fake")(x, target, *parts)
     run = normpass.fuse(traced, (x, target, *parts), least_bytes=0) if fused else traced
     with torch.no_grad():
-        found = [all_gather_tensor(gradient, 0, group) for gradient in run(x, target, *parts)]
+        found = [all_gather_tensor(g, 0, group).clone() for g in run(x, target, *parts)]
     return dict(zip(names, found, strict=True)), dict(counters["normpass"])
 
 
