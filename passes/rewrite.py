@@ -14,7 +14,7 @@ import torch
 
 from normpass.passes.domain import extent_of, step_of
 from normpass.passes.names import telling
-from normpass.passes.regions import is_collective
+from normpass.passes.regions import BACKWARD_TAGS, is_collective
 from normpass.passes.sizes import hint
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _insert(
     for k, node in enumerate(lowered.outputs):
         with graph.inserting_after(after):
             item = graph.call_function(operator.getitem, (call, k))
-        item.meta = {**node.meta, "val": call.meta["val"][k]}
+        item.meta = {**node.meta, **_phase(call), "val": call.meta["val"][k]}
         if item.meta["val"] is not node.meta["val"]:
             item.meta.pop("tensor_meta", None)  # it has the strides that no longer are
         node.replace_all_uses_with(item)
@@ -139,7 +139,15 @@ def _provenance(nodes: Sequence[Node]) -> dict[str, Any]:
             found.update({kind: node.meta[kind] for kind in kinds if kind in node.meta})
     if sources := {id(s): s for node in nodes for s in node.meta.get("from_node", ())}:
         found["from_node"] = [*sources.values()]
+    if tags := BACKWARD_TAGS.intersection(node.meta.get("partitioner_tag") for node in nodes):
+        found["partitioner_tag"] = min(tags)  # in a joint graph all of it waits for a tangent
     return found
+
+
+def _phase(call: Node) -> dict[str, str]:
+    """What a region of the backward makes of its results, also of those of the forward."""
+    tag = call.meta.get("partitioner_tag")
+    return {"partitioner_tag": tag} if tag in BACKWARD_TAGS else {}
 
 
 def _converted(graph: Graph, node: Node, dtype: torch.dtype) -> Node:

@@ -65,7 +65,7 @@ def left_out(seed: Node, nodes: Sequence[Node], fault: Fault) -> set[Node]:
     """
     if fault.size is not None:
         cut = _bringing(fault.size, nodes)
-    elif fault.node is not None and _is_double(fault.node):
+    elif fault.node is not None and _is_double(fault.node) and not _is_double(seed):
         cut = _double(nodes)
     elif fault.node is not None:
         cut = {fault.node} & {*nodes} or _reading((fault.node,), nodes)

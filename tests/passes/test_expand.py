@@ -173,6 +173,26 @@ def test_a_joint_graph(decomposed: bool) -> None:
     assert len(backward) >= 3
 
 
+def test_a_region_of_both_phases_is_of_the_backward() -> None:
+    """Whatever its last node is: what the forward computed of it is computed in the backward."""
+
+    def f(x: Tensor, tangents_1: Tensor) -> Tensor:
+        centred = x - x.mean(1, keepdim=True)
+        return tangents_1 * 2 * (centred * centred.square().mean(1, keepdim=True).rsqrt())
+
+    gm = make_fx(f, tracing_mode="fake")(torch.randn(64, 48), torch.randn(64, 48))
+    for node in gm.graph.nodes:
+        tangent = any("tangents" in arg.name for arg in node.all_input_nodes)
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_backward" if tangent else "is_forward"
+    fused = normpass.fuse(gm, least_bytes=0)
+    (call,) = fused.graph.find_nodes(op="call_function", target=region_op)
+    tags = [node.meta["partitioner_tag"] for node in (call, *call.users)]
+    assert tags == ["is_backward"] * 2
+    x, g = torch.randn(64, 48), torch.randn(64, 48)
+    torch.testing.assert_close(fused(x, g), f(x, g))
+
+
 def written(function: Callable[..., Any], *inputs: Tensor) -> tuple[Graph, bool]:
     """A graph with its writes in place turned, and whether one is left; checked against eager."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
