@@ -2,7 +2,8 @@
 when all that is compiled lies in the caches; normpass against Inductor.
 
 Every measurement is a process of its own, which runs first_step.py. Two before them fill a cache
-folder for each backend.
+folder for each backend, and one of Python's bytecode, which an installed package has and a working
+tree need not have.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ SCRIPT = Path(__file__).with_name("first_step.py")
 RUN = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
 
-def seconds(backend: str, cache: str) -> float:
-    """Of a new process, its start and end included.
+def seconds(backend: str, folder: str) -> float:
+    """Of a new process, its start and end included; its caches lie in the folder.
 
     Raises:
         RuntimeError: when that process fails; the message holds what it wrote.
     """
+    env = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, backend),
+        "PYTHONPYCACHEPREFIX": os.path.join(folder, "bytecode"),
+    }
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(SCRIPT), backend],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+        env=env,
         capture_output=True,
         text=True,
         check=False,
@@ -56,14 +63,13 @@ def seconds(backend: str, cache: str) -> float:
 def run(console: Console, repeats: int, folder: Path) -> int:
     """Measure both backends in alternation, print medians and their ratio, save them as JSON."""
     taken: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as parent:
-        caches = {backend: os.path.join(parent, backend) for backend in BACKENDS}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         for backend in BACKENDS:
             for _ in range(2):
-                seconds(backend, caches[backend])
+                seconds(backend, caches)
         for round_ in range(repeats):
             for backend in BACKENDS if round_ % 2 == 0 else reversed(BACKENDS):
-                taken[backend].append(seconds(backend, caches[backend]))
+                taken[backend].append(seconds(backend, caches))
     stock, ours = (taken[backend] for backend in BACKENDS)
     ratio = statistics.median(one / other for one, other in zip(ours, stock, strict=True))
     table = Table(title=f"seconds from start to first step, warm caches, median of {repeats}")
