@@ -34,9 +34,11 @@ def test_starts_are_compared_in_pairs(tmp_path: Path, monkeypatch: pytest.Monkey
     """Two fill the caches and are not counted; the ratio is the median of the pairs'."""
     asked: list[str] = []
 
-    def seconds(backend: str, cache: str) -> float:
+    folders: set[str] = set()
+
+    def seconds(backend: str, folder: str) -> float:
         asked.append(backend)
-        assert cache.endswith(backend)
+        folders.add(folder)
         return {"inductor": 2.0, "normpass": 3.0}[backend] if len(asked) > 4 else 100.0
 
     monkeypatch.setattr(warm_start, "seconds", seconds)
@@ -45,9 +47,11 @@ def test_starts_are_compared_in_pairs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["ratio"] == 1.5
     assert found["seconds"]["normpass"]["median"] == 3
     assert asked[4:] == ["inductor", "normpass", "normpass", "inductor"]
+    assert len(folders) == 1  # each backend has its own caches in it
 
 
 def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
     assert warm_start.seconds("eager", str(tmp_path)) > 0
+    assert list((tmp_path / "bytecode").rglob("*.pyc"))
     with pytest.raises(RuntimeError, match=r"(?s)a first step with no_such failed.*no_such"):
         warm_start.seconds("no_such", str(tmp_path))
