@@ -5,8 +5,12 @@ Python and from a program without it. The reference is eager mode in float64.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import re
+import shutil
 import subprocess
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -196,6 +200,74 @@ def test_registered_rules_are_enough(tmp_path: Path) -> None:
         path = aoti_compile_and_package(exported, package_path=str(tmp_path / "norm.pt2"))
     assert [type(decision) for decision in heard] == [Fused]
     torch.testing.assert_close(aoti_load_package(path)(x), norm(x), rtol=1e-5, atol=1e-5)
+
+
+class WithStandardisedWeight(Network):
+    """A norm of a weight is a constant of the package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 32 * 24).sin().view(32, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ nn.functional.layer_norm(self.weight, (24,))
+
+
+def packed(module: nn.Module, x: Tensor, path: Path, settings: dict[str, Any]) -> str:
+    with torch.no_grad(), every_norm() as heard:
+        exported = torch.export.export(module, (x,))
+        found = aoti_compile_and_package(
+            exported, package_path=str(path), inductor_configs=settings
+        )
+    assert [decision.name for decision in heard].count("layer_norm") >= 2
+    assert {type(decision) for decision in heard} == {Fused}
+    return str(found)
+
+
+def test_constants_computed_where_it_is_loaded_from_weights_that_come_later(tmp_path: Path) -> None:
+    """The kernel of the weight's norm is in the graph of constants, which runs when there are
+    new ones.
+    """
+    module = WithStandardisedWeight().eval()
+    settings = {
+        "aot_inductor.use_runtime_constant_folding": True,
+        "aot_inductor.package_constants_in_so": False,
+    }
+    path = packed(module, images(4), tmp_path / "network.pt2", settings)
+    loaded: Any = aoti_load_package(path)
+    names = set(loaded.get_constant_fqns())
+    for factor in (1, 3):
+        with torch.no_grad():
+            module.weight.mul_(torch.linspace(1, factor, 24))
+        weights = {name: w for name, w in module.state_dict().items() if name in names}
+        loaded.load_constants(weights, check_full_update=True)
+        right = copy.deepcopy(module).double()(images(4).double())
+        assert_near([loaded(images(4))], [right])
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake here")
+def test_a_package_of_sources(tmp_path: Path) -> None:
+    """`package_cpp_only`: built by CMake where it is used."""
+    module = WithStandardisedWeight().eval()
+    settings = {"aot_inductor.package_cpp_only": True}
+    path = packed(module, images(4), tmp_path / "network.pt2", settings)
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path)
+    (lists,) = tmp_path.rglob("CMakeLists.txt")
+    # A newer CMake is asked for than distributions have, of which nothing is used.
+    lists.write_text(re.sub(r"(?<=VERSION )3\.\d+", "3.18", lists.read_text()))
+    built = tmp_path / "built"
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for command in (
+        ["cmake", prefix, "-S", lists.parent, "-B", built],
+        ["cmake", "--build", built],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    (library,) = built.glob("*.so")
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1)
+    right = copy.deepcopy(module).double()(images(4).double())
+    assert_near(runner.run([images(4)]), [right])
 
 
 # Prints whether there is Python in the process; writes what the package makes of some numbers.
