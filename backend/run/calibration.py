@@ -91,13 +91,19 @@ def path() -> Path:
 
 
 def processor() -> str:
-    """The processor's name, as the system tells it."""
+    """The processor's name, as the system tells it: on ARM, which has none, by the numbers of who
+    made its cores and of what they are.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    pairs = [(key.strip(), value.strip()) for key, _, value in (x.partition(":") for x in lines)]
+    named = [value for key, value in pairs if key == "model name"]
+    cores = dict.fromkeys(f"{k} {v}" for k, v in pairs if k in {"CPU implementer", "CPU part"})
+    if not named and cores:
+        named = [", ".join((platform.machine(), *cores))]
+    return next(iter(named), platform.processor() or platform.machine())
 
 
 @cache

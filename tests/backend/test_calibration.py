@@ -60,6 +60,29 @@ def test_nothing_was_measured_on_gpus() -> None:
     assert conditions_of("cuda").calibration is None
 
 
+# What Linux tells of the two kinds of cores of one ARM processor.
+CORES = """\
+processor\t: 0
+Features\t: fp asimd
+CPU implementer\t: 0x41
+CPU part\t: 0xd05
+
+processor\t: 1
+Features\t: fp asimd
+CPU implementer\t: 0x41
+CPU part\t: 0xd0b
+"""
+
+
+def test_arm_processors_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr(Path, "read_text", lambda _: CORES)
+    name = "aarch64, CPU implementer 0x41, CPU part 0xd05, CPU part 0xd0b"
+    assert calibration.processor() == name
+    monkeypatch.setattr(Path, "read_text", lambda _: "model name\t: Some Name\n" + CORES)
+    assert calibration.processor() == "Some Name"
+
+
 def damaged(document: dict[str, Any]) -> dict[str, str]:
     """Files that are no calibration of this machine, by what is wrong with them."""
     ours = document["ours"]
