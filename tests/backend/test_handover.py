@@ -118,7 +118,7 @@ class Convolutions(nn.Module):
         return self.second(h).tanh(), h.mean((2, 3))
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", [pytest.param("eager", marks=pytest.mark.sweep), "inductor"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.sweep)]
 )

@@ -181,7 +181,7 @@ def test_numbers_of_layer_norm(shape: tuple[int, int], dtype: str) -> None:
 
 @pytest.mark.usefixtures("_many_workers")
 @settings(
-    max_examples=40,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     suppress_health_check=[*HealthCheck],

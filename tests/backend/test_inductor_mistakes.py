@@ -135,8 +135,8 @@ def test_right_with_the_mend_in_graphs_of_others() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    # Volumes go the way of images, and take a quarter of a minute.
-    [pytest.param(n, marks=[pytest.mark.sweep] * (n == "pooled_volume")) for n in CASES],
+    # Each takes seconds, and mends know nothing of sizes: for every day those of one family.
+    [pytest.param(n, marks=[pytest.mark.sweep] * (not n.startswith("short"))) for n in CASES],
 )
 def test_right_with_sizes_that_vary(name: str) -> None:
     """And no mend meets a size it cannot handle: conftest.py fails a test with a reported fault."""
@@ -154,6 +154,7 @@ def test_right_where_the_forward_is_run_again() -> None:
     assert error(replace(case, function=checkpointed)) < 1
 
 
+@pytest.mark.sweep  # it is torch's code alone that is tested
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_without_it(name: str) -> None:
     """In stock Inductor. If this fails, torch has mended it: correct the record's versions."""

@@ -115,7 +115,7 @@ _RECORDED = Case(
 )
 
 
-@settings(max_examples=8, derandomize=True, **QUIET)
+@settings(max_examples=4, derandomize=True, **QUIET)
 @example(case=_TRACED)
 @example(case=_RECORDED)
 @given(cases())

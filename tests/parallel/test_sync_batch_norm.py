@@ -109,7 +109,9 @@ def test_torchs_own_is_as_before_afterwards(ranks: Ranks) -> None:
         assert "expected input tensor to be on GPU" in message
 
 
-@pytest.mark.parametrize("whose", ["the norm's", "the conversion's"])
+@pytest.mark.parametrize(
+    "whose", ["the norm's", pytest.param("the conversion's", marks=pytest.mark.sweep)]
+)
 def test_groups_of_processes(whose: str, tmp_path: Path) -> None:
     """Two processes together and one alone: each group has the statistics of its own images."""
     with Ranks(3, tmp_path / "store") as three:

@@ -22,12 +22,18 @@ pytestmark = needs_gloo
 # Of the largest number of each gradient, in float64: the ranks' sums are added in another order.
 ROUNDING = 1e-13
 # Each kind of engine once with Inductor, the rest of the graph uncompiled in the others.
+WITH_INDUCTOR = (
+    "compiled DDP, several buckets",
+    "FSDP2 by block, checkpointed",
+    "sequence parallel",
+    "SimpleFSDP",
+)
 CASES = [
-    *((way, 2, "eager") for way in WAYS),
-    ("compiled DDP, several buckets", 2, "inductor"),
-    ("FSDP2 by block, checkpointed", 2, "inductor"),
-    ("sequence parallel", 2, "inductor"),
-    ("SimpleFSDP", 2, "inductor"),
+    *((way, 2, "inductor") for way in WITH_INDUCTOR),
+    *(
+        pytest.param(way, 2, "eager", marks=[pytest.mark.sweep] * (way in WITH_INDUCTOR))
+        for way in WAYS
+    ),
     ("FSDP2 by block", 4, "eager"),
     pytest.param("pipeline", 3, "eager", marks=pytest.mark.sweep),
     *(
@@ -86,7 +92,7 @@ def test_gradients(way: str, count: int, inner: str, groups: Callable[[int], Ran
         assert any(key.startswith("fused") and not key.endswith("backward") for key in counts)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_a_step_traced_as_one_graph(count: int, groups: Callable[[int], Ranks]) -> None:
     ranks = groups(count)
     right = alone()
