@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from normpass.passes import faults
+from normpass.passes.noops import remove_noops
 from normpass.passes.regions import mutates
 from normpass.passes.vocabulary import FLOATS, Kind, kind_of
 
@@ -166,6 +167,7 @@ class Expander:
         if any(part.op == "get_attr" for part in traced.graph.nodes):
             return None
         traced.graph.eliminate_dead_code()
+        remove_noops(traced.graph)  # or their disappearance would look as if a region had them
         kinds = {kind_of(part) for part in traced.graph.nodes}
         return None if kinds == {Kind.OTHER} else traced
 

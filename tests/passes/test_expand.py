@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import normpass
 from normpass.backend.run.op import region_op
-from normpass.passes.expand import out_of_place
+from normpass.passes.expand import Expander, out_of_place
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -116,6 +116,17 @@ def test_what_pays_nothing_is_left_whole() -> None:
     assert targets(fused.graph) - rms_written_in_place == (
         targets(traced.graph) - rms_written_in_place
     )
+
+
+def test_parts_that_change_nothing_are_none() -> None:
+    """As the factor 1 of silu's derivative on torch 2.11: they vanish, and no region has them."""
+    gm = make_fx(lambda x: F.silu(x), tracing_mode="fake")(torch.randn(4))
+    (silu,) = gm.graph.find_nodes(op="call_function", target=aten.silu.default)
+    expander = Expander({aten.silu.default: lambda x: x * 1 * x.sigmoid()})
+    (parts,) = expander.expand(gm.graph, {silu.name}).values()
+    assert [part.target for part in parts] == [aten.sigmoid.default, aten.mul.Tensor]
+    gm.recompile()
+    torch.testing.assert_close(gm(x := torch.randn(4)), F.silu(x))
 
 
 def test_meta_and_what_was_traced_with_it_stays() -> None:
