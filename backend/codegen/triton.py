@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class TritonSource:
     """A Python module's text, and what is in it.
 
-    text: has the kernels and `run(tensors, sizes, processors)`, which launches them in order.
-    tensors: the region's inputs, then its outputs; sizes: its run-time sizes; processors: how many
-    multiprocessors there are."""
+    text: has the kernels and `run(tensors, sizes, card)`, which launches them in order. tensors:
+    the region's inputs, then its outputs; sizes: its run-time sizes; card: a `Card`
+    (triton_library.py)."""
 
     text: str
     kernels: tuple[Kernel, ...]
@@ -83,7 +83,7 @@ def _launcher(plan: Plan, printers: Sequence[KernelPrinter]) -> list[str]:
     for printer in printers:
         lines += _launch(printer, parts)
     return [
-        "def run(tensors, sizes, processors):",
+        "def run(tensors, sizes, card):",
         '    """Launches the kernels on the current stream. tensors: inputs, then outputs."""',
         *(f"    {line}" for line in lines),
     ]
@@ -93,9 +93,10 @@ def _launch(printer: KernelPrinter, parts: dict[str, str]) -> list[str]:
     """One launch: workspace, grid, call. `parts`: how many partial results there are so far."""
     number, blocks = printer.number, printer.blocks
     tiles = printer.tiles_text(printer.tiles, "triton.cdiv")
-    lines, grid = [], tiles
+    kernel, at_once = printer.kernel, f"programs_{number}"
+    lines, grid = [f'{at_once} = card.programs("{kernel.name}", {kernel.programs})'], tiles
     if blocks.shares:
-        programs = times("processors", str(blocks.programs))
+        programs = f"card.processors * {at_once}"
         extent = size_text(product(printer.plan.axis[a].extent for a in blocks.shares))
         count = divide_up(extent, blocks.size[SHARED], "triton.cdiv")
         lines.append(f"shares_{number} = lib.share_count({programs}, {tiles}, {count})")
@@ -108,6 +109,8 @@ def _launch(printer: KernelPrinter, parts: dict[str, str]) -> list[str]:
         kind = "parts" if space.is_shared_sum else "kept"
         lines.append(f"{kind}_{name} = torch.empty({size}, **like)")
     given = {"shares": f"shares_{number}", **parts}
-    lines.append(f"{printer.kernel.name}[({grid},)](")
-    lines += [f"    {given.get(name, name)}," for name, _ in printer.kernel.arguments]
-    return [*lines, f"    num_warps={printer.kernel.warps}, **lib.OPTIONS,", ")"]
+    lines.append(f"{kernel.name}[({grid},)](")
+    lines += [f"    {given.get(name, name)}," for name, _ in kernel.arguments]
+    if fetch := kernel.fetch:
+        lines.append(f"    lib.stages(card, {fetch.ahead}, {fetch.beside}, {at_once}),")
+    return [*lines, f"    **lib.options({kernel.warps}, {at_once}),", ")"]

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen.text import TYPES, extent_name
 from normpass.backend.codegen.triton_layout import WIDE, divide_up, size_text, times
 from normpass.backend.codegen.triton_leaves import LeafPrinter
-from normpass.backend.program.tree import SHARED, Loop
+from normpass.backend.codegen.triton_program import STAGES
+from normpass.backend.program.tree import SHARED, Loop, Staged
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from normpass.backend.codegen.triton_layout import Names
-    from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
+    from normpass.backend.program.tree import Fetch, Launch, LoopAxis, Node, Plan
 
 
 SHARES = "shares"  # the parameter that says among how many programs rows are shared out
@@ -29,12 +30,15 @@ SHARES = "shares"  # the parameter that says among how many programs rows are sh
 class Kernel:
     """One `@triton.jit` function.
 
-    arguments: name and Triton type of each, such as "*fp32" and "i32".
+    arguments: name and Triton type of each, such as "*fp32" and "i32". warps: of a program.
+    programs: for each multiprocessor. fetch: what it reads ahead if it has the parameter STAGES.
     """
 
     name: str
     arguments: tuple[tuple[str, str], ...]
     warps: int
+    programs: int = 1
+    fetch: Fetch | None = None
 
 
 class KernelPrinter(LeafPrinter):
@@ -54,14 +58,18 @@ class KernelPrinter(LeafPrinter):
         for axis in self.launch.inner:
             if axis.name in self.blocks.resident:
                 self.resident_index(axis)
+        for load in self.launch.held:
+            self.leaf(load)
         self.shares()
         head = self.extents()
         arguments = self.arguments()
         name = f"{re.sub(r'[^A-Za-z0-9_]', '_', self.region.name)}_{self.number}"
-        self.kernel = Kernel(name, arguments, self.blocks.warps)
+        fetch = self.launch.fetch if STAGES in self.used else None
+        self.kernel = Kernel(name, arguments, self.blocks.warps, self.blocks.programs, fetch)
         sizes = [argument for argument, kind in arguments if not kind.startswith("*")]
         plain = f"(do_not_specialize={sizes!r})".replace("'", '"') if sizes else ""
-        signature = ", ".join(argument for argument, _ in arguments)
+        stages = [f"{STAGES}: tl.constexpr"] if STAGES in self.used else []
+        signature = ", ".join([*(argument for argument, _ in arguments), *stages])
         return [f"@triton.jit{plain}", f"def {name}({signature}):", *head, *self.lines]
 
     def extents(self) -> list[str]:
@@ -121,8 +129,9 @@ class KernelPrinter(LeafPrinter):
     def rows(self, axes: Sequence[str], block: int) -> None:
         """The body for each block of a program's rows."""
         row = self.names.axis[axes[0]] if len(axes) == 1 else "row"
-        head = f"{row}_0" if block > 1 else row
-        with self.loop(f"for {head} in range(first, last{f', {block}' if block > 1 else ''}):"):
+        head, step = (row, []) if block == 1 else (f"{row}_0", [str(block)])
+        bounds = self.range("first", "last", *step, staged=self.launch.fetch.rows)
+        with self.loop(f"for {head} in {bounds}:"):
             if block > 1:
                 self.line(f"{row} = {head} + {self.lanes(SHARED)}")
                 self.line(f"mask_{row} = {row} < last")
@@ -148,7 +157,7 @@ class KernelPrinter(LeafPrinter):
                 self.line(f"# {title} {', '.join(names)}")
             else:
                 self.line(f"# {title} {node.axis.name}")
-            with self.over([node.axis.name]):
+            with self.over([node.axis.name], staged=isinstance(node.kind, Staged)):
                 self.body(node.body)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Offsets from here on need 64 bits.
 WIDE = 2**31
 RESERVED = frozenset({"tl", "lib", "libdevice", "triton", "torch", "float", "range"})
-RESERVED |= {"program", "share", "shares", "first", "last", "rows", "row", "part"}
+RESERVED |= {"STAGES", "program", "share", "shares", "first", "last", "rows", "row", "part"}
 RESERVED |= {"row_0", "part_0", "mask_row", "mask_part"}
 
 

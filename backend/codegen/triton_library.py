@@ -11,20 +11,48 @@ NumPy (triton_interpreted.py)."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice as _libdevice
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 libdevice: Any = _libdevice
 
-# How every kernel is compiled. Loads that are fetched ahead of their iteration could pass a store
-# to the same array; and contracting a*b+c is one rounding less.
+# How every kernel is compiled, beside `options`. Loops that may fetch ahead say so themselves:
+# elsewhere a load could pass a store to the same array. And contracting a*b+c is one rounding less.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+
+# Bytes of shared memory that the system keeps of each program.
+RESERVED = 1024
+# Registers of an NVIDIA multiprocessor, and the most that a thread can have.
+REGISTERS, OF_THREAD = 64 * 1024, 255
+# Iterations whose tensors are on chip at once: more hide no more of a fetch.
+MOST_STAGES = 4
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a launch has to know of a GPU. processors: multiprocessors. shared: bytes of shared
+    memory that each has. of_program: bytes of it that one program may have. fitting: of kernels
+    that take more registers than was planned for, how many programs fit on a multiprocessor.
+    """
+
+    processors: int
+    shared: int
+    of_program: int
+    fitting: Mapping[str, int] = field(default_factory=dict)
+
+    def programs(self, kernel: str, planned: int) -> int:
+        """How many programs of a kernel are to run on a multiprocessor."""
+        return self.fitting.get(kernel, planned)
 
 
 @triton.jit
@@ -167,6 +195,27 @@ def amin(x, axis: tl.constexpr = None, keep_dims: tl.constexpr = False):
 def prod(x, axis: tl.constexpr = None, keep_dims: tl.constexpr = False):
     """The product of the elements along an axis, or of all."""
     return tl.reduce(x, axis, _multiply, keep_dims=keep_dims)
+
+
+def options(warps: int, programs: int) -> dict[str, Any]:
+    """How a kernel is compiled. programs: so many are to run on a multiprocessor. Left alone,
+    NVIDIA's assembler spills registers for the sake of more, and takes so many that fewer fit.
+    """
+    given = {"num_warps": warps, **OPTIONS}
+    if torch.version.hip is None:
+        given["maxnreg"] = min(OF_THREAD, REGISTERS // (32 * warps * programs))
+    return given
+
+
+def stages(card: Card, ahead: int, beside: int, programs: int) -> int:
+    """Of how many iterations a loop's tensors are on chip at once: the one that is computed, and
+    those fetched meanwhile for which there is shared memory. 1 where nothing is fetched ahead.
+
+    ahead: bytes of one iteration. beside: what a program needs of shared memory besides. programs:
+    so many are to run on a multiprocessor.
+    """
+    room = min(card.of_program, card.shared // programs) - RESERVED - beside
+    return max(1, min(MOST_STAGES, 1 + room // ahead))
 
 
 def share_count(programs: int, tiles: int, blocks: int) -> int:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from normpass.backend.program.tree import Launch, LoopAxis, Plan
 
 
+# The parameter that says of how many iterations a loop's tensors are on chip at once.
+STAGES = "STAGES"
+
+
 class ProgramPrinter(Layout):
     """Collects a kernel's lines. `scope`: the values defined where the text has come to."""
 
@@ -90,8 +94,13 @@ class ProgramPrinter(Layout):
         self.line(f"mask_{axis.name} = {index} < {self.extent(axis.name)}")
         self.masks[axis.name] = f"mask_{axis.name}"
 
+    def range(self, *bounds: str, staged: bool) -> str:
+        """What a loop goes over. staged: what its next iterations read is fetched meanwhile."""
+        text = ", ".join(bounds)
+        return f"tl.range({text}, num_stages={self.use(STAGES)})" if staged else f"range({text})"
+
     @contextmanager
-    def over(self, axes: Sequence[str]) -> Iterator[None]:
+    def over(self, axes: Sequence[str], *, staged: bool = False) -> Iterator[None]:
         """Loops over those of some axes that no block covers."""
         if not axes:
             yield
@@ -102,8 +111,9 @@ class ProgramPrinter(Layout):
                 yield
             return
         index, block = self.names.axis[axis], self.blocks.size[axis]
-        head, step = (index, "") if block == 1 else (f"{index}_0", f", {block}")
-        with self.loop(f"for {head} in range(0, {self.extent(axis)}{step}):"):
+        head, step = (index, []) if block == 1 else (f"{index}_0", [str(block)])
+        bounds = self.range("0", self.extent(axis), *step, staged=staged)
+        with self.loop(f"for {head} in {bounds}:"):
             if block > 1:
                 self.line(f"{index} = {head} + {self.lanes(axis)}")
                 self.bound(self.plan.axis[axis])

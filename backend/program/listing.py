@@ -30,6 +30,7 @@ from normpass.backend.program.tree import (
     Loop,
     Recall,
     Regroup,
+    Staged,
     Store,
 )
 
@@ -94,6 +95,8 @@ def _kind(kind: Kind | None) -> list[str]:
             return found + ([f"aligned to {aligned.buffer.name}"] if aligned else [])
         case Jam(rows):
             return [f"{rows} rows at a time"]
+        case Staged():
+            return ["the next blocks fetched meanwhile"]
         case Abreast():
             return ["as many rows at a time as there are lanes"]
     return []
@@ -182,6 +185,9 @@ def _launch(number: int, launch: Launch) -> str:
     streamed = [axis.name for axis in launch.inner if axis.name not in blocks.resident]
     found += [f"{' '.join(held)} held"] if held else []
     found += [f"{' '.join(streamed)} streamed"] if streamed else []
+    once = [load.access.buffer.name for load in launch.held]
+    found += [f"{' '.join(once)} read once"] if once else []
+    found += ["the next rows fetched meanwhile"] if launch.fetch.rows else []
     combined = [each.op.name for each in launch.combined]
     found += (
         [f"combines {blocks.parts} parts of {' '.join(combined)} at a time"] if combined else []

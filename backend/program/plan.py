@@ -3,7 +3,8 @@
 A plan is a tree (tree.py) over axes in one order (axes.py), with every value in its place
 (schedule.py). Lanes run along one of the axes, or along short groups together (regroup.py). How its
 loops go on CPUs is decided in rows.py, sums.py and kinds.py, what is launched on GPUs in
-launches.py and tiles.py. Every generator prints what it finds there, and decides nothing.
+launches.py, tiles.py and fetches.py. Every generator prints what it finds there, and decides
+nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from normpass.backend.program.axes import (
     split_reductions,
 )
 from normpass.backend.program.blocks import column_blocks, in_blocks, row_blocks
+from normpass.backend.program.fetches import with_fetches
 from normpass.backend.program.kinds import with_kinds
 from normpass.backend.program.launches import with_launches
 from normpass.backend.program.machine import CPU, Machine
@@ -59,6 +61,7 @@ def make_plan(region: Region, machine: Machine = CPU, classes: tuple[SizeClass, 
     if machine.tiling:
         plan = verified(with_launches(plan), "launches")
         plan = verified(with_blocks(plan, machine.tiling), "blocks")
+        plan = verified(with_fetches(plan), "fetches")
     return verified(with_workspaces(plan), "workspaces")
 
 

@@ -204,7 +204,12 @@ class Abreast:
     """
 
 
-Kind = Lanes | Jam | Abreast
+@dataclass(frozen=True)
+class Staged:
+    """Blocks on a GPU: what the next ones read is fetched while one is computed."""
+
+
+Kind = Lanes | Jam | Abreast | Staged
 
 
 @dataclass(frozen=True)
@@ -254,6 +259,19 @@ SHARED = ""
 
 
 @dataclass(frozen=True)
+class Fetch:
+    """What a launch's programs fetch ahead. rows: whether the loop over their rows does; of other
+    loops their kind tells. ahead: bytes that an iteration reads, of the loop that reads most.
+    beside: bytes of shared memory that a program may need at once for other things, such as to
+    reduce a block.
+    """
+
+    rows: bool = False
+    ahead: int = 0
+    beside: int = 0
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch of a kernel on a GPU.
 
@@ -263,6 +281,8 @@ class Launch:
     shared: accumulators whose partial results leave the launch.
     combined: accumulators whose partial results it combines.
     blocks: how programs go through it.
+    held: what a program reads once for all of its rows.
+    fetch: what it reads ahead.
     workspaces: the arrays in global memory that it writes to.
     """
 
@@ -272,6 +292,8 @@ class Launch:
     shared: tuple[Accumulator, ...] = ()
     combined: tuple[Accumulator, ...] = ()
     blocks: Blocks = Blocks((), {}, frozenset(), 1, 1)
+    held: tuple[Load, ...] = ()
+    fetch: Fetch = Fetch()
     workspaces: tuple[Workspace, ...] = ()
 
     @property

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 from normpass.backend.program.listing import listing
 from normpass.backend.program.tree import (
+    Abreast,
     Accumulate,
     Accumulator,
     Allocate,
     Begin,
     Compute,
     Finish,
+    Jam,
     Keep,
     Lanes,
     Load,
@@ -157,7 +159,7 @@ class _Reader:
             self.expect(
                 name == self.plan.vector, f"lanes along {self.plan.vector}", f"along {name}"
             )
-        elif loop.kind is not None:
+        elif isinstance(loop.kind, Jam | Abreast):
             rows = self.plan.together and self.plan.together.axis
             self.expect(name == rows, f"rows of {rows} together", f"rows of {name}")
         with self.scope([name]):

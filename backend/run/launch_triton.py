@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from normpass.backend.codegen.triton_library import Card
     from normpass.backend.program.sizes import SizeClass
     from normpass.passes.region import Region
 
@@ -62,7 +63,7 @@ class TritonKernel:
     ) -> None:
         self.region = region
         self.source = generator.generate(make_plan(region, machine, classes))
-        self._run: Callable[..., None] | None = None
+        self._launch: dict[int | None, Callable[..., None]] = {}  # by device
         self._failed = False
 
     def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -75,35 +76,45 @@ class TritonKernel:
         results = [Layout.of_result(region, each, extents).empty(device) for each in region.results]
         outputs = outputs_in(results, pieces(region, extents), torch.as_strided)
         tensors = [*inputs, *outputs]
-        with _on(device) as processors:
-            if self._run is not None:
-                self._run(tensors, sizes, processors)
-            elif not self._first(tensors, sizes, processors):
+        with _on(device) as card:
+            if launch := self._launch.get(device.index):
+                launch(tensors, sizes)
+            elif not self._first(tensors, sizes, card):
                 return evaluate(region, inputs, sizes)
         return results
 
-    def _first(self, tensors: list[Tensor], sizes: Sequence[int], processors: int) -> bool:
-        """The first call builds the kernels before it launches any, so that only what goes wrong in
-        building leaves the region unfused, with one warning. What goes wrong in a launch is the
-        device's own error and is raised. Whether it was launched.
+    def _first(self, tensors: list[Tensor], sizes: Sequence[int], card: Card) -> bool:
+        """The first call on a device builds the kernels before it launches any, so that only what
+        goes wrong in building leaves the region unfused, with one warning. What goes wrong in a
+        launch is the device's own error and is raised. Whether it was launched.
+
+        Kernels whose registers do not suffice are built again for fewer programs at once, and those
+        that turn out to take more than the device has, to fetch nothing ahead.
         """
         from triton.runtime.errors import TritonError
 
-        try:
-            run = load(self.source.text).run
-            build(run, tensors, sizes, processors)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            return self._fail(error)
-        try:
-            run(tensors, sizes, processors)
-        except TritonError as error:  # more shared memory or registers than the device has
-            return self._fail(error)
-        self._run = run
-        return True
+        found: Exception | None = None
+        for given in (card, replace(card, of_program=0)):
+            try:
+                run = load(self.source.text).run
+                built = build(run, tensors, sizes, given)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                return self._fail(error)
+            try:
+                while crowded := _crowded(built):
+                    given = replace(given, fitting={**given.fitting, **crowded})
+                    built = build(run, tensors, sizes, given)
+                run(tensors, sizes, given)
+            except TritonError as error:  # more shared memory or registers than the device has
+                found = error
+                continue
+            self._launch[tensors[0].device.index] = partial(run, card=given)
+            return True
+        return self._fail(found)
 
-    def _fail(self, error: Exception) -> bool:
+    def _fail(self, error: Exception | None) -> bool:
         self._failed = True
         log.warning(
             "region %s runs unfused: its Triton kernel could not be built: %s",
@@ -114,8 +125,8 @@ class TritonKernel:
 
 
 def build(
-    run: Callable[..., None], tensors: list[Tensor], sizes: Sequence[int], processors: int
-) -> None:
+    run: Callable[..., None], tensors: list[Tensor], sizes: Sequence[int], card: Card
+) -> list[_Build]:
     """Compiles every kernel that `run`, a generated module's, launches with these arguments, and
     launches none.
 
@@ -126,29 +137,56 @@ def build(
     from triton.runtime.jit import JITFunction
 
     names = run.__globals__
-    compiled = {k: _Build(v) for k, v in names.items() if isinstance(v, JITFunction)}
-    if compiled:
-        FunctionType(run.__code__, {**names, **compiled})(tensors, sizes, processors)
+    builds = {k: _Build(v) for k, v in names.items() if isinstance(v, JITFunction)}
+    if builds:
+        FunctionType(run.__code__, {**names, **builds})(tensors, sizes, card)
+    return [build for build in builds.values() if build.kernel is not None]
 
 
-@dataclass(frozen=True)
 class _Build:
-    """Stands for a kernel: launched, it is compiled."""
+    """Stands for a kernel: launched, it is compiled. kernel: to what."""
 
-    kernel: Any
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.kernel: Any = None
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return partial(self.kernel.warmup, grid=grid)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile(*args: Any, **options: Any) -> None:
+            self.kernel = self.function.warmup(*args, grid=grid, **options)
+
+        return compile
+
+
+def _crowded(builds: Sequence[_Build]) -> dict[str, int]:
+    """The kernels that spill registers, and for how many programs at once they are to be built
+    instead: one fewer than those that share a multiprocessor's now. How many bytes a thread spills
+    Triton knows when a kernel is loaded (`n_spills`, checked on 3.6 and 3.9).
+    """
+    from normpass.backend.codegen import triton_library
+
+    found = {}
+    for build in builds:
+        kernel = build.kernel
+        kernel._init_handles()
+        most = getattr(kernel.metadata, "maxnreg", None)
+        if not getattr(kernel, "n_spills", 0) or not most:
+            continue
+        programs = triton_library.REGISTERS // (32 * most * kernel.metadata.num_warps)
+        if programs > 1:
+            found[build.function.__name__] = programs - 1
+    return found
 
 
 @contextmanager
-def _on(device: torch.device) -> Iterator[int]:
-    """Makes a device the current one; how many multiprocessors it has."""
+def _on(device: torch.device) -> Iterator[Card]:
+    """Makes a device the current one, and tells what it is."""
+    from normpass.backend.codegen.triton_library import Card
+
     if device.type != "cuda":
-        yield INTERPRETED_PROCESSORS
+        yield Card(INTERPRETED_PROCESSORS, 0, 0)
         return
     with torch.cuda.device(device):
-        yield _processors(device.index)
+        yield _card(device.index)
 
 
 @lru_cache(maxsize=4096)
@@ -193,5 +231,13 @@ def load(text: str) -> ModuleType:
 
 
 @lru_cache(maxsize=64)
-def _processors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+def _card(index: int) -> Card:
+    """What torch tells of a GPU (checked on 2.11 and 2.13)."""
+    from normpass.backend.codegen.triton_library import Card
+
+    told = torch.cuda.get_device_properties(index)
+    return Card(
+        told.multi_processor_count,
+        told.shared_memory_per_multiprocessor,
+        getattr(told, "shared_memory_per_block_optin", 0) or told.shared_memory_per_block,
+    )

@@ -134,8 +134,7 @@ def test_right_with_the_mend_in_graphs_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    # Each takes seconds, and mends know nothing of sizes: for every day those of one family.
+    "name",  # each takes seconds, and mends know nothing of sizes
     [pytest.param(n, marks=[pytest.mark.sweep] * (not n.startswith("short"))) for n in CASES],
 )
 def test_right_with_sizes_that_vary(name: str) -> None:

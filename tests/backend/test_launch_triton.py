@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton_regions
 
+from normpass.backend.codegen.triton_library import Card
 from normpass.backend.run import launch_triton
 from normpass.backend.run.launch_triton import TritonKernel
 from normpass.passes.region_text import parse
@@ -112,7 +113,7 @@ def test_building_compiles_every_kernel_and_launches_none() -> None:
     buffers = [*kernel.region.inputs, *(output.buffer for output in kernel.region.outputs)]
     tensors = [torch.ones(kernel.region.shape(buffer, extents)) for buffer in buffers]
     with fake_gpu(AssertionError("launched")):
-        launch_triton.build(run, tensors, sizes, 132)
+        launch_triton.build(run, tensors, sizes, Card(132, 228 << 10, 227 << 10))
     assert len(kernel.source.kernels) > 1
     for printed in kernel.source.kernels:
         cached = run.__globals__[printed.name].device_caches[0][0]
@@ -174,10 +175,10 @@ output  y: f32[r c] = add"""
     kernel = TritonKernel(parse(text))
     given: list[torch.Tensor] = []
 
-    def run(tensors: list[torch.Tensor], sizes: object, processors: int) -> None:
+    def launch(tensors: list[torch.Tensor], sizes: object) -> None:
         given.extend(tensors)
 
-    kernel._run = run
+    kernel._launch[None] = launch
     column = torch.randn(4, 1)
     x, expanded = torch.randn(9, 4).t(), column.repeat(1, 9)
     kernel([x, expanded], [4])

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,12 @@ import pytest
 import triton_cases
 from snapshots import assert_snapshot
 from triton_ahead import (
-    HAS_TRITON,
     compiled,
+    fitted,
     needs_triton,
     region,
-    resources,
     source,
+    stages_on,
 )
 
 from normpass.backend.codegen.triton import generate
@@ -28,15 +27,12 @@ from normpass.backend.program.machine import GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import launch_triton
-from normpass.decomps.torch_versions import release
 from normpass.passes.region import DTYPE_NAMES
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from normpass.backend.codegen.triton import TritonSource
 
-# Triton up to 3.8 loads what a row's elements share for each of a thread's registers anew.
-LOADS_A_ROW_ONCE = HAS_TRITON and release(version("triton")) > (3, 8)
 PROGRAM = Path(triton_cases.__file__)
 
 
@@ -115,20 +111,50 @@ def test_rows_of_bounded_sizes_stay_in_registers(name: str, tmp_path: Path) -> N
 def check_resident(text: TritonSource, folder: Path) -> None:
     """Of one pass: a row's data is loaded once. Skips where the compiler does not tell."""
     assert text.text.count("tl.load(p_x ") == 1
-    for kernel in compiled(text, 90):
-        assert resources(kernel, folder).spilled == 0
+    assert all(taken.spilled == 0 for taken in fitted(text, 90, folder))
 
 
 @needs_triton
 @pytest.mark.usefixtures("compiler_cache")
 def test_neighbours_in_memory_are_loaded_together() -> None:
-    row, *_ = compiled(source("layer_norm_backward", c="1024"), 90)
+    """Two rows of g and x by 128 threads, sixteen bytes at a time, for as many iterations as are on
+    chip at once; w once. One by one come only mean and rstd, which differ between rows.
+    """
+    text = source("layer_norm_backward", c="1024")
+    stages = stages_on(text.kernels[0], 90)
+    assert stages == 3
+    row, *_ = compiled(text, 90)
+    fetched = re.findall(r"cp\.async\.c[ag]\.[\w.]*[^,]*,[^,]*, 0x(\w+)", row.asm["ptx"])
+    assert fetched.count("10") == stages * (2 + 2) * 1024 // 128 // 4, fetched
+    assert len(fetched) - fetched.count("10") == stages * 2, fetched
     loads = re.findall(r"ld\.global[\w.:]*", row.asm["ptx"])
-    # Two rows of g and x and one of w by 128 threads, sixteen bytes at a time. One by one come only
-    # mean and rstd, which differ between rows.
-    wide = [load for load in loads if ".v4." in load]
-    assert len(wide) == (2 + 2 + 1) * 1024 // 128 // 4, loads
-    assert len(loads) - len(wide) == (2 + 2) * (1 if LOADS_A_ROW_ONCE else 4), loads
+    assert len(loads) == 1024 // 128 // 4, loads
+    assert all(".v4." in load for load in loads), loads
+
+
+@pytest.mark.parametrize(
+    ("c", "ahead", "on_a100", "on_h100"),
+    [
+        ("1024", 2 * 2 * (1024 + 1) * 4, 2, 3),  # four programs a multiprocessor, of two rows
+        ("8192", 2 * (8192 + 1) * 4, 3, 4),
+    ],
+)
+def test_what_rows_need_is_fetched_where_there_is_room(
+    c: str, ahead: int, on_a100: int, on_h100: int
+) -> None:
+    """Of g, x and the statistics; the weight is there."""
+    (rows, *_) = source("layer_norm_backward", c=c).kernels
+    assert rows.fetch is not None
+    assert rows.fetch.ahead == ahead
+    assert [stages_on(rows, capability) for capability in (80, 90)] == [on_a100, on_h100]
+
+
+def test_arrays_in_memory_are_not_read_ahead() -> None:
+    """What is fetched before it is written would be what was there before."""
+    text = source("layer_norm_backward", c="16384").text
+    rows, last = text.split("# phase 1, over c\n")
+    assert "num_stages=STAGES" in rows
+    assert "num_stages" not in last.split("def ")[0]
 
 
 # ---- what the text promises

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from snapshots import assert_snapshot
-from triton_ahead import HAS_TRITON, compiled, needs_triton, resources, source
+from triton_ahead import HAS_TRITON, fitted, needs_triton, source
 
 from normpass.decomps.torch_versions import release
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 RECORDED_WITH = (3, 9)  # other compilers need other registers
 CAPABILITIES = (80, 90, 100)
-# What an older one spills: Triton 3.6's holds this kernel to 128 registers, with which two of its
-# programs fit on a multiprocessor, and 16 bytes of a thread are left over.
-SPILLS = {("layer_norm_backward_long_rows", (3, 6))}
 # By snapshot: a region of triton_regions.py and what is filled in.
 REGIONS = {
     "layer_norm_backward": ("layer_norm_backward", {"c": "768"}),
@@ -61,23 +58,16 @@ TRITON = release(version("triton"))[:2] if HAS_TRITON else None
 
 @needs_triton
 @pytest.mark.usefixtures("compiler_cache")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail] * ((name, TRITON) in SPILLS))
-        for name in REGIONS
-    ],
-)
+@pytest.mark.parametrize("name", REGIONS)
 def test_resources(name: str, tmp_path: Path) -> None:
     region, sizes = REGIONS[name]
     text = source(region, **sizes)
     lines = []
     for capability in CAPABILITIES:
-        for kernel, built in zip(text.kernels, compiled(text, capability), strict=True):
-            taken = resources(built, tmp_path)
+        for kernel, taken in zip(text.kernels, fitted(text, capability, tmp_path), strict=True):
             assert taken.spilled == 0, (capability, kernel)
             lines.append(
-                f"sm_{capability}  {kernel.name}  {kernel.warps} warps  "
+                f"sm_{capability}  {kernel.name}  {kernel.warps} warps  {taken.programs} at once  "
                 f"{taken.registers} registers  {taken.shared} bytes shared"
             )
     if TRITON == RECORDED_WITH:

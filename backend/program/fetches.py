@@ -1,0 +1,107 @@
+"""What a GPU's programs read before they need it: once what is the same for all of their rows, and
+during an iteration of a loop what the next ones need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard
+
+from normpass.backend.program.tree import (
+    SHARED,
+    Accumulate,
+    Fetch,
+    Keep,
+    Load,
+    Loop,
+    Recall,
+    Staged,
+    rewritten,
+    walk,
+)
+from normpass.passes.region import product
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from normpass.backend.program.tree import Launch, Node, Plan
+
+
+def with_fetches(plan: Plan) -> Plan:
+    """The plan with what its launches hold for all rows, and what their loops fetch ahead."""
+    width = plan.region.compute_dtype.itemsize
+    launches = (replace(launch, held=_held(launch)) for launch in plan.launches)
+    return replace(plan, launches=tuple(_Fetches(each, width).launch for each in launches))
+
+
+class _Fetches:
+    """Goes through a launch's loops. width: bytes of a number that is computed with."""
+
+    def __init__(self, launch: Launch, width: int) -> None:
+        self.given, self.most = launch, 0
+        body = rewritten(launch.body, self.staged)
+        rows = bool(launch.blocks.shares) and self.is_ahead(launch.body)
+        beside = product(launch.blocks.size.values()) * width
+        self.launch = replace(launch, body=body, fetch=Fetch(rows, self.most, beside))
+
+    def staged(self, node: Node) -> Node:
+        if self.is_printed(node) and self.is_ahead(node.body):
+            return replace(node, kind=Staged())
+        return node
+
+    def is_printed(self, node: Node) -> TypeGuard[Loop]:
+        """Whether a node is a loop of the kernel's text, rather than along a block."""
+        return isinstance(node, Loop) and bool(self.given.streamed([node.axis.name]))
+
+    def is_ahead(self, body: Sequence[Node]) -> bool:
+        """Whether a loop with this in it fetches ahead: one that has no other in it, and neither
+        reads nor writes arrays in memory, of which it would fetch what they held before.
+        """
+        inside = [*walk(*body)]
+        if any(self.is_printed(node) or _is_array(self.given, node) for node in inside):
+            return False
+        loads = [load for load in _loads(body).values() if load not in self.given.held]
+        self.most = max(self.most, sum(_bytes(self.given, load) for load in loads))
+        return bool(loads)
+
+
+def _loads(nodes: Sequence[Node]) -> dict[str, Load]:
+    """The first load of each tensor."""
+    loads: dict[str, Load] = {}
+    for node in walk(*nodes):
+        if isinstance(node, Load):
+            loads.setdefault(node.access.buffer.name, node)
+    return loads
+
+
+def _held(launch: Launch) -> tuple[Load, ...]:
+    """What all rows of a program read again, such as a weight, where one block covers it."""
+    blocks = launch.blocks
+    if not blocks.shares:
+        return ()
+    return tuple(
+        load
+        for load in _loads(launch.body).values()
+        if set(blocks.shares).isdisjoint(load.access.strides)
+        and not launch.streamed(load.access.strides)
+    )
+
+
+def _is_array(launch: Launch, node: Node) -> bool:
+    """Whether a leaf is one of an array in memory that a program writes."""
+    match node:
+        case Accumulate(accumulator):
+            return bool(launch.streamed(accumulator.axes))
+        case Keep(_, axes, shared):
+            return not shared and bool(launch.streamed(axes))
+        case Recall(_, axes, shared):
+            return not shared and bool(launch.streamed(axes))
+    return False
+
+
+def _bytes(launch: Launch, load: Load) -> int:
+    """What one iteration reads of a tensor, at most."""
+    blocks, axes = launch.blocks, {*load.access.strides}
+    dims = {SHARED if axis in blocks.shares else axis for axis in axes}
+    sizes = (blocks.size.get(dim, 1) for dim in dims)
+    return product(sizes) * int(load.access.buffer.dtype.itemsize)
