@@ -22,13 +22,7 @@ from normpass.backend.codegen import triton as generator
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
-from normpass.backend.run.layouts import (
-    Layout,
-    outputs_in,
-    pieces,
-    reads_what_is_not_there,
-    relaid_out,
-)
+from normpass.backend.run.layouts import Laid, lie_as_planned, outputs_in, relaid_out
 from normpass.backend.run.reference import evaluate
 from normpass.backend.run.toolchain import cache_dir
 from normpass.passes.region_text import parse
@@ -63,24 +57,27 @@ class TritonKernel:
     ) -> None:
         self.region = region
         self.source = generator.generate(make_plan(region, machine, classes))
+        self._laid: dict[tuple[int, ...], Laid] = {}  # by run-time sizes
         self._launch: dict[int | None, Callable[..., None]] = {}  # by device
         self._failed = False
 
     def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        region, extents = self.region, self.region.extents(sizes)
-        planned = [Layout.of(region, buffer, extents) for buffer in region.inputs]
-        inputs = relaid_out(region, inputs, planned)
-        if self._failed or reads_what_is_not_there(region, extents):
-            return evaluate(region, inputs, sizes)
+        laid = self._laid.get(key := tuple(sizes))
+        if laid is None:
+            laid = self._laid[key] = Laid.of(self.region, sizes)
+        if not lie_as_planned(inputs, laid.inputs):
+            inputs = relaid_out(self.region, inputs, laid.inputs)
+        if self._failed or not laid.is_there:
+            return evaluate(self.region, inputs, sizes)
         device = inputs[0].device
-        results = [Layout.of_result(region, each, extents).empty(device) for each in region.results]
-        outputs = outputs_in(results, pieces(region, extents), torch.as_strided)
+        results = [each.empty(device) for each in laid.results]
+        outputs = outputs_in(results, laid.pieces, torch.as_strided) if laid.pieces else results
         tensors = [*inputs, *outputs]
         with _on(device) as card:
             if launch := self._launch.get(device.index):
                 launch(tensors, sizes)
             elif not self._first(tensors, sizes, card):
-                return evaluate(region, inputs, sizes)
+                return evaluate(self.region, inputs, sizes)
         return results
 
     def _first(self, tensors: list[Tensor], sizes: Sequence[int], card: Card) -> bool:

@@ -100,6 +100,28 @@ def outputs_in(
     ]
 
 
+class Laid(NamedTuple):
+    """Where all tensors of a region lie for given sizes. pieces: its outputs, where some of them
+    are parts of results. is_there: whether all that a kernel would read is; else it cannot be
+    launched.
+    """
+
+    inputs: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    pieces: tuple[Piece, ...]
+    is_there: bool
+
+    @classmethod
+    def of(cls, region: Region, sizes: Sequence[int]) -> Laid:
+        extents = region.extents(sizes)
+        return cls(
+            tuple(Layout.of(region, buffer, extents) for buffer in region.inputs),
+            tuple(Layout.of_result(region, each, extents) for each in region.results),
+            pieces(region, extents) if region.joins else (),
+            not reads_what_is_not_there(region, extents),
+        )
+
+
 def lie_as_planned(inputs: Sequence[Tensor], planned: Sequence[Layout]) -> bool:
     """Whether the tensors lie in memory as the kernel expects them."""
     if len(inputs) != len(planned):

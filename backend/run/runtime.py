@@ -29,12 +29,12 @@ from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import known, toolchain
 from normpass.backend.run.caches import private_cache
 from normpass.backend.run.layouts import (
+    Laid,
     Layout,
     Piece,
     Work,
     lie_as_planned,
     outputs_in,
-    pieces,
     reads_what_is_not_there,
     relaid_out,
 )
@@ -230,11 +230,8 @@ class Kernel:
         )
 
     def _prepare(self, function: ctypes._NamedFuncPointer, sizes: tuple[int, ...]) -> Launch:
-        region = self.region
-        extents = region.extents(sizes)
-        inputs = tuple(Layout.of(region, buffer, extents) for buffer in region.inputs)
-        results = tuple(Layout.of_result(region, each, extents) for each in region.results)
-        work = Work.of(region, extents)
+        laid = Laid.of(self.region, sizes)
+        work = Work.of(self.region, self.region.extents(sizes))
         workers = max(1, work.elements // ELEMENTS_PER_WORKER)
         # What the workers' own caches cannot keep is written around them: filling a line that is
         # about to be overwritten costs more than its next reader saves, from the last level.
@@ -242,8 +239,7 @@ class Kernel:
         numbers = (ctypes.c_int64 * max(len(sizes), 1))(*sizes)
         arguments = Arguments(DATA_PTR, numbers, workers, past_caches)
         run = partial(function, ctypes.pointer(arguments))
-        parts = pieces(region, extents) if region.joins else ()
-        return Launch(inputs, results, parts, run, workers, past_caches)
+        return Launch(laid.inputs, laid.results, laid.pieces, run, workers, past_caches)
 
 
 def _after_fork() -> None:
