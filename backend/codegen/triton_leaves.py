@@ -302,8 +302,9 @@ class LeafPrinter(ProgramPrinter):
         self.line(f"# {op.name} from the partial results of all programs")
         neutral, count = number(REDUCTIONS[op.fn].neutral), self.use(f"n_parts_{op.name}")
         self.line(f"acc_{op.name} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
-        head, step = ("part_0", f", {parts}") if parts > 1 else ("part", "")
-        with self.loop(f"for {head} in range(0, {count}{step}):"):
+        head, step = ("part_0", [str(parts)]) if parts > 1 else ("part", [])
+        bounds = self.range("0", count, *step, staged=True)
+        with self.loop(f"for {head} in {bounds}:"):
             if parts > 1:
                 self.line(f"part = part_0 + {self.lanes('part')}")
                 self.line(f"mask_part = part < {count}")

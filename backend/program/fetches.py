@@ -41,7 +41,10 @@ class _Fetches:
         self.given, self.most = launch, 0
         body = rewritten(launch.body, self.staged)
         rows = bool(launch.blocks.shares) and self.is_ahead(launch.body)
-        beside = product(launch.blocks.size.values()) * width
+        beside = product(launch.blocks.size.values()) * launch.blocks.parts * width
+        for accumulator in launch.combined:
+            sizes = (launch.blocks.size[axis] for axis in accumulator.axes)
+            self.most = max(self.most, product(sizes) * launch.blocks.parts * width)
         self.launch = replace(launch, body=body, fetch=Fetch(rows, self.most, beside))
 
     def staged(self, node: Node) -> Node:

@@ -23,6 +23,8 @@ class Tiling:
     chunk: elements that a program of long rows works on at a time.
     lanes: elements along the vector axis where that is divided among programs.
     narrow: the same where the program also owns a local axis; 32 floats are a cache line.
+    combining: so many programs combine partial results, if each has a sector of elements at least.
+    sector: floats that memory hands out at a time.
     kept: an axis of at most so many elements is held rather than streamed, if an array runs along
     it. per_thread: registers for each thread of one value of a block. most_warps: of one program.
     warps: for each multiprocessor, where rows are shared out among as many programs as run at
@@ -33,6 +35,8 @@ class Tiling:
     chunk: int = 4096
     lanes: int = 128
     narrow: int = 32
+    combining: int = 128
+    sector: int = 8
     kept: int = 64
     per_thread: int = 16
     most_warps: int = 32

@@ -47,6 +47,8 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
     if lanes:
         narrow = launch.inner or launch.combined
         size[lanes.name] = min(padded(lanes), tiling.narrow if narrow else tiling.lanes)
+        if launch.combined:
+            size[lanes.name] = _combined_lanes(lanes, product(a.hint for a in tiles), tiling)
     rows = _of_rows(launch)
     registers = plan.region.compute_dtype.itemsize // 4  # of an element
     resident = _fits(launch, rows, product(size.values()) * registers, tiling)
@@ -74,6 +76,14 @@ def power_of_two(n: int, *, down: bool = False) -> int:
 def padded(axis: LoopAxis) -> int:
     """A block that covers the axis, as far as its extent is known."""
     return power_of_two(max(axis.hint, 1))
+
+
+def _combined_lanes(lanes: LoopAxis, elements: int, tiling: Tiling) -> int:
+    """Elements whose partial results a program combines: few enough for many programs, and enough
+    for what is read of each part to be what memory hands out at a time.
+    """
+    wanted = power_of_two(max(1, elements // tiling.combining), down=True)
+    return min(padded(lanes), max(tiling.sector, min(wanted, tiling.narrow)))
 
 
 def _covers(axis: LoopAxis, size: Mapping[str, int]) -> bool:

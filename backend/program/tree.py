@@ -260,8 +260,9 @@ SHARED = ""
 
 @dataclass(frozen=True)
 class Fetch:
-    """What a launch's programs fetch ahead. rows: whether the loop over their rows does; of other
-    loops their kind tells. ahead: bytes that an iteration reads, of the loop that reads most.
+    """What a launch's programs fetch ahead. rows: whether the loop over their rows does; those over
+    partial results do, and of other loops their kind tells. ahead: bytes that an iteration reads,
+    of the loop that reads most.
     beside: bytes of shared memory that a program may need at once for other things, such as to
     reduce a block.
     """
