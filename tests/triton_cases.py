@@ -253,11 +253,21 @@ FAMILIES = {
 # ---- running them
 
 
+IN_PIECES, SUMS_HELD = ", in pieces", ", sums held"
+
+
 def tilings() -> dict[str, Tiling | None]:
-    """As on a GPU, and with blocks so small that everything streams."""
+    """As on a GPU, with blocks so small that everything streams, with several blocks for each row,
+    and with such for the sums along a row alone.
+    """
     from normpass.backend.program.machine import Tiling
 
-    return {"": None, ", streamed": Tiling(resident=1, chunk=64, tile=64, kept=4)}
+    return {
+        "": None,
+        ", streamed": Tiling(resident=1, chunk=64, tile=64, kept=4),
+        IN_PIECES: Tiling(piece=8, tile=256),
+        SUMS_HELD: Tiling(resident=1, long_piece=16, tile=256),
+    }
 
 
 def make_inputs(case: Case, region: Region, extents: Mapping[str, int]) -> dict[str, Tensor]:
@@ -336,6 +346,8 @@ def check_random(examples: int) -> None:
             Tiling(resident=64, tile=64),
             Tiling(resident=1, chunk=4, tile=32, kept=1),
             Tiling(resident=1, chunk=8, tile=8, kept=2, narrow=4, lanes=4),
+            Tiling(piece=2, tile=32),
+            Tiling(resident=1, chunk=4, tile=32, kept=1, long_piece=2),
         ]
     )
 
@@ -385,6 +397,8 @@ def main(device: str, family: str) -> None:
     for case in FAMILIES[family]():
         # A few long rows take too many small steps for the interpreter.
         for variant, tiling in [("", None)] if family == "blocks" else tilings().items():
+            if variant in (IN_PIECES, SUMS_HELD) and "f32" not in case.name:
+                continue
             try:
                 check(case, tiling, device)
                 results[case.name + variant] = None

@@ -4,8 +4,9 @@ The text is written for people: names from the region, one comment a phase, trit
 what would only repeat. The plan's launches and their blocks are chosen before (program/launches.py,
 program/tiles.py). A loop inside becomes a dimension of blocks if a block covers its axis, and then
 its body is straight-line code: what one phase computed is there in the next, and arrays between
-phases are plain values. An axis too long for that, or of an extent that is only known at run time,
-is a loop over chunks, and arrays along it lie in global memory.
+phases are plain values. So it is, piece after piece, where several blocks cover an axis. An axis
+too long for that, or of an extent that is only known at run time, is a loop over chunks, and arrays
+along it lie in global memory.
 
 All blocks of a kernel have the same dimensions, of size one where a value does not vary.
 

@@ -57,9 +57,11 @@ class KernelPrinter(LeafPrinter):
             self.leaf(leaf)
         for axis in self.launch.inner:
             if axis.name in self.blocks.resident:
-                self.resident_index(axis)
+                for _ in self.each_piece([axis.name]):
+                    self.resident_index(axis)
         for load in self.launch.held:
-            self.leaf(load)
+            for _ in self.each_piece(load.access.strides):
+                self.leaf(load)
         self.shares()
         head = self.extents()
         arguments = self.arguments()
@@ -107,13 +109,15 @@ class KernelPrinter(LeafPrinter):
         if axes:
             self.share(axes, block)
         for accumulator in self.launch.shared:
-            self.begin(accumulator)
+            for _ in self.each_piece(accumulator.axes):
+                self.begin(accumulator)
         if axes:
             self.rows(axes, block)
         else:
             self.body(self.launch.body)
         for accumulator in self.launch.shared:
-            self.leave(accumulator)
+            for _ in self.each_piece(accumulator.axes):
+                self.leave(accumulator)
 
     def share(self, axes: Sequence[str], block: int) -> None:
         """From which row to which a program goes."""
@@ -157,8 +161,12 @@ class KernelPrinter(LeafPrinter):
                 self.line(f"# {title} {', '.join(names)}")
             else:
                 self.line(f"# {title} {node.axis.name}")
+            before = set(self.scope)
             with self.over([node.axis.name], staged=isinstance(node.kind, Staged)):
-                self.body(node.body)
+                for _ in self.each_piece([node.axis.name]):
+                    self.body(node.body)
+            if self.blocks.again and node.axis.name in self.blocks.pieces:
+                self.scope = before  # what it read is read again
 
 
 def _nest(loop: Loop) -> list[LoopAxis]:

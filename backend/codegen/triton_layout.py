@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import math
 import re
@@ -13,7 +14,7 @@ from normpass.backend.codegen.text import extent_name, factor, index_expression
 from normpass.backend.program.tree import SHARED, Launch, Load, LoopAxis, Plan, Store, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # Offsets from here on need 64 bits.
 WIDE = 2**31
@@ -95,6 +96,7 @@ class Layout:
         self.tiles = [axis for axis in launch.outer if axis.name not in launch.blocks.shares]
         self.dims = self._dimensions()
         self.masks: dict[str, str] = {}
+        self.piece: dict[str, int] = {}  # of each axis in pieces, the one that the text is at
         self.used: set[str] = set()  # of what a kernel can be given, and of extents
         self.program = "program"
 
@@ -132,7 +134,29 @@ class Layout:
         return f"{text}[{', '.join(':' if d == dim else 'None' for d in self.dims)}]"
 
     def mask(self, dims: Sequence[str]) -> str:
-        return " & ".join(self.masks[dim] for dim in dims if dim in self.masks)
+        here = [f"{dim}{self.suffix([dim])}" for dim in dims]
+        return " & ".join(self.masks[dim] for dim in here if dim in self.masks)
+
+    # -- pieces
+
+    def suffix(self, axes: Iterable[str]) -> str:
+        """What tells a piece of what varies along some axes from the others."""
+        return "".join(f"_piece{self.piece[axis]}" for axis in axes if axis in self.blocks.pieces)
+
+    def each_piece(self, axes: Iterable[str]) -> Iterator[None]:
+        """Comes to every piece of those among some axes that are in pieces."""
+        found = [axis for axis in axes if axis in self.blocks.pieces]
+        for numbers in itertools.product(*(range(self.blocks.pieces[axis]) for axis in found)):
+            before = dict(self.piece)
+            self.piece |= dict(zip(found, numbers, strict=True))
+            yield
+            self.piece = before
+
+    def index(self, axis: str) -> str:
+        return f"{self.names.axis[axis]}{self.suffix([axis])}"
+
+    def value(self, value: str) -> str:
+        return f"{self.names.value[value]}{self.suffix(self.plan.region.varies[value])}"
 
     # -- extents and offsets
 
@@ -184,7 +208,7 @@ class Layout:
         for axis in self.plan.axes:
             if axis.name in strides:
                 stride = factor(self.size(strides[axis.name]))
-                index = self.names.axis[axis.name]
+                index = self.index(axis.name)
                 blocked = bool(self.dims_of([axis.name]))
                 terms.append((blocked, index if stride == "1" else f"{index} * {stride}"))
         return "".join(f" + {term}" for _, term in sorted(terms, key=lambda t: t[0]))

@@ -85,12 +85,15 @@ class LeafPrinter(ProgramPrinter):
                 self.store(output.value, access)
 
     def define(self, value: str, expression: str) -> None:
-        self.line(f"{self.names.value[value]} = {expression}")
-        self.scope.add(value)
+        self.line(f"{self.value(value)} = {expression}")
+        self.scope.add(self.value(value))
+
+    def is_known(self, value: str) -> bool:
+        return self.value(value) in self.scope
 
     def load(self, access: Access) -> None:
         buffer = access.buffer
-        if buffer.name in self.scope:
+        if self.is_known(buffer.name):
             return
         address = f"{self.use(f'p_{buffer.name}')}{self.offset(access.strides)}"
         spelling = TYPES[buffer.dtype]
@@ -116,7 +119,7 @@ class LeafPrinter(ProgramPrinter):
         self.write(address, text, self.dims_of(access.strides))
 
     def compute(self, op: Op) -> None:
-        if op.name in self.scope:
+        if self.is_known(op.name):
             return
         if op.fn == "numel":
             self.count(op.name, self.plan.numel[op.name])
@@ -157,11 +160,11 @@ class LeafPrinter(ProgramPrinter):
 
     def as_number(self, value: str) -> str:
         """A value as a number: a truth value is one or zero."""
-        name = self.names.value[value]
+        name = self.value(value)
         return f"{name}.to({self.type})" if value in self.truth else name
 
     def as_truth(self, value: str) -> str:
-        name = self.names.value[value]
+        name = self.value(value)
         return name if value in self.truth else f"({name} != 0)"
 
     # -- accumulators
@@ -230,7 +233,13 @@ class LeafPrinter(ProgramPrinter):
 
     def loops_between(self, accumulator: Accumulator) -> bool:
         """Whether values are added in a loop of the text, rather than all at once."""
-        return accumulator.shared or bool(self.launch.streamed(accumulator.op.axes))
+        axes = accumulator.op.axes
+        in_pieces = not self.blocks.pieces.keys().isdisjoint(axes)
+        return accumulator.shared or in_pieces or bool(self.launch.streamed(axes))
+
+    def sum(self, accumulator: Accumulator) -> str:
+        """The variable that adds up."""
+        return f"acc_{accumulator.op.name}{self.suffix(accumulator.axes)}"
 
     def begin(self, accumulator: Accumulator) -> None:
         op = accumulator.op
@@ -244,7 +253,8 @@ class LeafPrinter(ProgramPrinter):
             self.line("tl.debug_barrier()")
         elif self.loops_between(accumulator):
             dims = self.dims_of(self.varies[accumulator.operand])
-            self.line(f"acc_{op.name} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
+            total = self.sum(accumulator)
+            self.line(f"{total} = tl.full({self.shape(dims)}, {neutral}, {self.type})")
 
     def address_axes(self, accumulator: Accumulator) -> Iterable[str]:
         """The axes of an accumulator's array in global memory."""
@@ -259,20 +269,21 @@ class LeafPrinter(ProgramPrinter):
             self.write(address, combine.format(self.read(address, dims), text), dims)
             self.line("tl.debug_barrier()")
         elif self.loops_between(accumulator):
-            self.line(f"acc_{op.name} = {combine.format(f'acc_{op.name}', text)}")
+            total = self.sum(accumulator)
+            self.line(f"{total} = {combine.format(total, text)}")
 
     def finish(self, accumulator: Accumulator) -> None:
         if self.launch.streamed(accumulator.axes):
             return
         looped = self.loops_between(accumulator)
-        text = f"acc_{accumulator.op.name}" if looped else self.masked(accumulator)
+        text = self.sum(accumulator) if looped else self.masked(accumulator)
         self.define(accumulator.op.name, self.reduce(accumulator, text))
 
     def leave(self, accumulator: Accumulator) -> None:
         """Writes a program's partial result, unless it was added up there."""
         if self.launch.streamed(accumulator.axes):
             return
-        text = self.reduce(accumulator, f"acc_{accumulator.op.name}")
+        text = self.reduce(accumulator, self.sum(accumulator))
         self.write(self.partial(accumulator), text, self.dims_of(accumulator.axes))
 
     # -- arrays
@@ -286,7 +297,7 @@ class LeafPrinter(ProgramPrinter):
             self.line("tl.debug_barrier()")
 
     def recall(self, value: str, axes: tuple[str, ...], *, shared: bool) -> None:
-        if value in self.scope:
+        if self.is_known(value):
             return
         if value in self.combined:
             self.combine(self.combined[value])

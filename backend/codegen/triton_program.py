@@ -74,25 +74,27 @@ class ProgramPrinter(Layout):
         self.bound(axis)
 
     def resident_index(self, axis: LoopAxis) -> None:
-        """The index along an axis that one block covers."""
-        index = self.names.axis[axis.name]
-        if self.blocks.size[axis.name] == 1:
+        """The index along an axis that blocks cover."""
+        index, size = self.index(axis.name), self.blocks.size[axis.name]
+        if size == 1:
             self.line(f"{index} = 0")
             if axis.most == 1:
                 return
         wide = ".to(tl.int64)" if self.wide(axis.name) else ""
-        if self.blocks.size[axis.name] > 1:
-            self.line(f"{index} = {self.lanes(axis.name)}{wide}")
+        if size > 1:
+            first = self.piece.get(axis.name, 0) * size
+            self.line(f"{index} = {f'{first} + ' if first else ''}{self.lanes(axis.name)}{wide}")
         self.bound(axis)
 
     def bound(self, axis: LoopAxis) -> None:
         """The mask of an axis, if its blocks may reach beyond its end."""
-        block = self.blocks.size[axis.name]
-        if axis.extent.is_number and axis.extent % block == 0 and axis.extent > 0:
+        block, extent = self.blocks.size[axis.name], axis.extent
+        is_inside = axis.name in self.piece and (self.piece[axis.name] + 1) * block <= extent
+        if extent.is_number and extent > 0 and (extent % block == 0 or is_inside):
             return
-        index = self.names.axis[axis.name]
-        self.line(f"mask_{axis.name} = {index} < {self.extent(axis.name)}")
-        self.masks[axis.name] = f"mask_{axis.name}"
+        suffix = self.suffix([axis.name])
+        self.line(f"mask_{axis.name}{suffix} = {self.index(axis.name)} < {self.extent(axis.name)}")
+        self.masks[f"{axis.name}{suffix}"] = f"mask_{axis.name}{suffix}"
 
     def range(self, *bounds: str, staged: bool) -> str:
         """What a loop goes over. staged: what its next iterations read is fetched meanwhile."""

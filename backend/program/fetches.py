@@ -63,9 +63,15 @@ class _Fetches:
         inside = [*walk(*body)]
         if any(self.is_printed(node) or _is_array(self.given, node) for node in inside):
             return False
-        loads = [load for load in _loads(body).values() if load not in self.given.held]
+        loads = [load for load in self.loads(body) if load not in self.given.held]
         self.most = max(self.most, sum(_bytes(self.given, load) for load in loads))
         return bool(loads)
+
+    def loads(self, body: Sequence[Node]) -> list[Load]:
+        """What is read each time that a loop's body is gone through."""
+        if self.given.blocks.again:
+            return [node for node in walk(*body) if isinstance(node, Load)]
+        return [*_loads(body).values()]
 
 
 def _loads(nodes: Sequence[Node]) -> dict[str, Load]:
@@ -106,5 +112,4 @@ def _bytes(launch: Launch, load: Load) -> int:
     """What one iteration reads of a tensor, at most."""
     blocks, axes = launch.blocks, {*load.access.strides}
     dims = {SHARED if axis in blocks.shares else axis for axis in axes}
-    sizes = (blocks.size.get(dim, 1) for dim in dims)
-    return product(sizes) * int(load.access.buffer.dtype.itemsize)
+    return product(map(blocks.covered, dims)) * int(load.access.buffer.dtype.itemsize)

@@ -46,7 +46,8 @@ class _Programs:
     """The programs of one launch, and what each of them does.
 
     rows: blocks of the axes that are shared out. shares: among how many programs they are. pieces:
-    how often all of the launch's body is gone through. at_once: programs that run at once.
+    how often all of the launch's body is gone through. programs: how many there are. at_once: those
+    that run at once.
     """
 
     def __init__(self, launch: Launch, lengths: Mapping[str, int], processors: int) -> None:
@@ -64,6 +65,7 @@ class _Programs:
             room = -(-processors * blocks.programs // max(1, tiles))
             self.shares = max(1, min(room, self.rows))
         self.pieces = tiles * self.rows
+        self.programs = tiles * self.shares
         self.busy = min(processors, tiles * self.shares)
         self.at_once = min(processors * blocks.programs, tiles * self.shares)
 
@@ -91,15 +93,18 @@ class _Programs:
         computes again.
         """
         outer = self.elements(axis.name for axis in self.launch.outer)
-        yield from self._leaves((*self.launch.scalars, *self.launch.body), outer, set())
+        held = {load.access.buffer.name for load in self.launch.held}
+        yield from ((load, self.elements(load.access.strides)) for load in self.launch.held)
+        yield from self._leaves((*self.launch.scalars, *self.launch.body), outer, held)
 
     def _leaves(
         self, nodes: Sequence[Node], times: int, held: set[str]
     ) -> Iterator[tuple[Leaf, int]]:
         for node in nodes:
             if isinstance(node, Loop):
-                axis = node.axis.name
-                inside = held if axis in self.launch.blocks.resident else set(held)
+                axis, blocks = node.axis.name, self.launch.blocks
+                holds = axis in blocks.resident and not (blocks.again and axis in blocks.pieces)
+                inside = held if holds else set(held)
                 yield from self._leaves(node.body, times * self.lengths[axis], inside)
                 continue
             value = definition(node)
@@ -157,7 +162,8 @@ class _Done:
     ) -> None:
         """Counts one tensor's bytes from memory and from the cache."""
         whole = self.whole[name] = _bytes(programs, access)
-        asked = programs.in_a_piece(access) * programs.pieces
+        held = any(access is load.access for load in programs.launch.held)
+        asked = programs.in_a_piece(access) * (programs.programs if held else programs.pieces)
         sweeps = 1 if nearby else phases
         if whole > self.cache:
             sweeps *= max(1, asked // whole)

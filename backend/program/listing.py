@@ -173,7 +173,11 @@ def _factor(step: sympy.Expr) -> str:
 
 def _launch(number: int, launch: Launch) -> str:
     blocks = launch.blocks
-    size = [f"{axis}: {block}" for axis, block in blocks.size.items() if axis and block > 1]
+    size = [
+        f"{axis}: {f'{count} of ' if (count := blocks.pieces.get(axis)) else ''}{block}"
+        for axis, block in blocks.size.items()
+        if axis and block > 1
+    ]
     tiles = [axis.name for axis in launch.outer if axis.name not in blocks.shares]
     found = [f"launch {number}"]
     found += [f"tiles of {' '.join(tiles)}"] if tiles else []
@@ -183,7 +187,7 @@ def _launch(number: int, launch: Launch) -> str:
     found += [f"blocks {', '.join(size)}"] if size else []
     held = [axis.name for axis in launch.inner if axis.name in blocks.resident]
     streamed = [axis.name for axis in launch.inner if axis.name not in blocks.resident]
-    found += [f"{' '.join(held)} held"] if held else []
+    found += [f"{' '.join(held)} {'held for sums' if blocks.again else 'held'}"] if held else []
     found += [f"{' '.join(streamed)} streamed"] if streamed else []
     once = [load.access.buffer.name for load in launch.held]
     found += [f"{' '.join(once)} read once"] if once else []

@@ -19,6 +19,11 @@ class Tiling:
     warps.
 
     resident: registers that a program may spend on what it holds of its row; beyond it streams.
+    sums: those that it may spend on sums along a row that it reads again in each phase, and on what
+    is the same for all rows. staged: bytes of such a row in all phases that are fetched while the
+    one before is computed; without that the loads of all pieces would come first, and spill.
+    pieces: at most so many blocks of a row are gone through one after another in a kernel's text,
+    each of a piece at least, or beside such sums of a long_piece.
     tile: elements that a program of short rows works on at a time.
     chunk: elements that a program of long rows works on at a time.
     lanes: elements along the vector axis where that is divided among programs.
@@ -30,7 +35,12 @@ class Tiling:
     warps: for each multiprocessor, where rows are shared out among as many programs as run at
     once."""
 
-    resident: int = 48 * 1024
+    resident: int = 40 * 1024
+    sums: int = 48 * 1024
+    staged: int = 136 * 1024
+    pieces: int = 8
+    piece: int = 256
+    long_piece: int = 2048
     tile: int = 2048
     chunk: int = 4096
     lanes: int = 128
@@ -104,7 +114,7 @@ CPU = Machine(
 )
 # Memory between phases is dearer than any function there; what fits in registers is not computed
 # twice anyway. The rows that all programs work on stay in a second-level cache of 50 MB if one is
-# of row_bytes; in registers a row of 48 Ki numbers does (Tiling.resident). A block of a row is
+# of row_bytes; in registers a row of 40 Ki numbers does (Tiling.resident). A block of a row is
 # one of a program's chunks at most. However many lanes there are, a program has a few of them.
 GPU = Machine(
     workers=256,

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from normpass.backend.program.tree import LoopAxis, Node
 
 
+# Of a block that covers an axis so much is to be filled.
+LEAST_FILLED = 0.85
+
+
 def with_blocks(plan: Plan, tiling: Tiling) -> Plan:
     """The plan with the blocks of its launches."""
     return replace(
@@ -51,26 +55,96 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
             size[lanes.name] = _combined_lanes(lanes, product(a.hint for a in tiles), tiling)
     rows = _of_rows(launch)
     registers = plan.region.compute_dtype.itemsize // 4  # of an element
-    resident = _fits(launch, rows, product(size.values()) * registers, tiling)
-    if resident:
-        size |= {axis.name: padded(axis) for axis in rows}
+    beside = product(size.values()) * registers
+    covers = {axis.name: _cover(axis, launch, tiling) for axis in rows}
+    resident = _fits(launch, covers, beside, tiling)
+    again = not resident and _holds_sums(launch, rows, shares, beside, tiling)
+    if again:
+        covers = {axis.name: _in_pieces(axis, tiling.long_piece, tiling.pieces) for axis in rows}
+    if held := resident or again:
+        size |= {axis: block for axis, (block, _) in covers.items()}
+    pieces = {axis: count for axis, (_, count) in covers.items() if held and count > 1}
     size |= _streamed(launch, size, tiling)
-    room = max(1, tiling.tile // product(size.values()))
+    room = power_of_two(max(1, tiling.tile // _whole(size, pieces)), down=True)
     parts = room if launch.combined else 1
     if not launch.combined:
         _widen(plan, launch, shares, lanes, size, room)
-    elements = product(size.values()) * parts
-    warps = power_of_two(max(1, elements * registers // (32 * tiling.per_thread)), down=True)
-    warps = min(warps, tiling.most_warps)
-    held = frozenset(
-        axis.name for axis in launch.inner if (resident and axis in rows) or _covers(axis, size)
+    elements = _whole(size, pieces) * parts
+    warps = _nearest_power(max(1, elements * registers // (32 * tiling.per_thread)))
+    warps = min(warps, tiling.warps if again else tiling.most_warps)
+    covered = frozenset(
+        axis.name for axis in launch.inner if (held and axis in rows) or _covers(axis, size)
     )
-    return Blocks(shares, size, held, parts, warps, max(1, tiling.warps // warps))
+    programs = max(1, tiling.warps // warps)
+    return Blocks(shares, size, covered, parts, warps, programs, pieces, again)
+
+
+def _whole(size: Mapping[str, int], pieces: Mapping[str, int]) -> int:
+    """Elements of all pieces of a block."""
+    return product(size.values()) * product(pieces.values())
+
+
+def _cover(axis: LoopAxis, launch: Launch, tiling: Tiling) -> tuple[int, int]:
+    """Blocks that cover an axis, and how many: one, unless much of it would lie beyond the end of
+    a row that is known. What is so long that little else is held beside it has one.
+    """
+    whole = padded(axis)
+    if len(launch.inner) > 1 or not axis.extent.is_number or whole > tiling.resident // 2:
+        return whole, 1
+    if axis.hint > LEAST_FILLED * whole:
+        return whole, 1
+    block = whole // 2
+    while block >= tiling.piece:
+        count = -(-axis.hint // block)
+        if count > tiling.pieces:
+            break
+        if axis.hint > LEAST_FILLED * count * block:
+            return block, count
+        block //= 2
+    return whole, 1
+
+
+def _in_pieces(axis: LoopAxis, least: int, most: int) -> tuple[int, int]:
+    """Blocks of an axis, at most so many, each of so many elements at least."""
+    block = max(least, power_of_two(-(-axis.hint // most)))
+    return block, -(-axis.hint // block)
+
+
+def _holds_sums(
+    launch: Launch,
+    rows: Sequence[LoopAxis],
+    shares: tuple[str, ...],
+    registers: int,
+    tiling: Tiling,
+) -> bool:
+    """Whether a program that reads its row again in each phase can hold the sums along it, which
+    would be added up in memory otherwise. registers: of an element.
+    """
+    if len(launch.inner) != 1 or len(rows) != 1 or not rows[0].extent.is_number:
+        return False
+    (axis,) = rows
+    nodes = [*walk(*launch.body)]
+    sums = [each for each in launch.shared if axis.name in each.axes]
+    keeps = any(isinstance(n, Keep) and axis.name in _array_axes(n) for n in nodes)
+    if not sums or keeps or any(set(each.axes) != {axis.name} for each in sums):
+        return False
+    loads = [n.access for n in nodes if isinstance(n, Load) and axis.name in n.access.strides]
+    once = {each.buffer.name for each in loads if set(shares).isdisjoint(each.strides)}
+    again = [each for each in loads if each.buffer.name not in once]
+    staged = sum(axis.hint * int(each.buffer.dtype.itemsize) for each in again)
+    covered = product(_in_pieces(axis, tiling.long_piece, tiling.pieces)) * registers
+    return covered * (len(sums) + len(once)) <= tiling.sums and staged <= tiling.staged
 
 
 def power_of_two(n: int, *, down: bool = False) -> int:
     """The next power of two from n, or the last one before it."""
     return 1 << (n.bit_length() - 1 if down else max(n - 1, 0).bit_length())
+
+
+def _nearest_power(n: int) -> int:
+    """The power of two from which n is the least factor away."""
+    below = power_of_two(n, down=True)
+    return below if 2 * n < 3 * below else 2 * below
 
 
 def padded(axis: LoopAxis) -> int:
@@ -128,18 +202,20 @@ def _array_axes(node: Node) -> tuple[str, ...]:
             return ()
 
 
-def _fits(launch: Launch, rows: Sequence[LoopAxis], beside: int, tiling: Tiling) -> bool:
+def _fits(
+    launch: Launch, covers: Mapping[str, tuple[int, int]], beside: int, tiling: Tiling
+) -> bool:
     """Whether what a program must hold of its row fits in registers: inputs that several phases
-    read, and the accumulators along the row. beside: registers for each element of a row.
+    read, and the accumulators along the row. covers: the blocks of each of the row's axes. beside:
+    registers for each element of a row.
     """
-    inner = {axis.name: axis for axis in rows}
-    if any(axis.most is None for axis in rows):
+    if any(axis.most is None for axis in launch.inner if axis.name in covers):
         return False
 
     def elements(axes: Iterable[str]) -> int:
-        return product(padded(inner[axis]) for axis in axes if axis in inner) * beside
+        return product(product(covers[axis]) for axis in axes if axis in covers) * beside
 
-    whole = elements(inner)
+    whole = elements(covers)
     loads = Counter(n.access.buffer.name for n in walk(*launch.body) if isinstance(n, Load))
     accesses = {
         n.access.buffer.name: n.access.strides for n in walk(*launch.body) if isinstance(n, Load)

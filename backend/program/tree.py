@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import sympy
 
 from normpass.backend.program.sizes import Sizes
+from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -244,8 +245,11 @@ class Blocks:
 
     shares: the outer axes, as one, of which every program takes a contiguous share; the others are
     divided into tiles. size: the block along each axis; that of the shared axes goes by the name
-    SHARED. resident: inner axes that one block covers. parts: partial results that are combined at
-    a time. warps: of a program. programs: for each multiprocessor, where rows are shared out."""
+    SHARED. resident: inner axes that one block covers, or several of the same size, one after
+    another: pieces has how many of those. again: whether later phases read what they need of such
+    an axis again, so that a program holds sums along it alone. parts: partial results that are
+    combined at a time. warps: of a program. programs: for each multiprocessor, where rows are
+    shared out."""
 
     shares: tuple[str, ...]
     size: Mapping[str, int]
@@ -253,6 +257,17 @@ class Blocks:
     parts: int
     warps: int
     programs: int = 1
+    pieces: Mapping[str, int] = field(default_factory=dict)
+    again: bool = False
+
+    def covered(self, axis: str) -> int:
+        """Elements along an axis that a program holds or goes over at a time."""
+        return self.size.get(axis, 1) * self.pieces.get(axis, 1)
+
+    @property
+    def elements(self) -> int:
+        """What a program works on at a time."""
+        return product(map(self.covered, self.size)) * self.parts
 
 
 SHARED = ""

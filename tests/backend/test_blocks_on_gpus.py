@@ -93,6 +93,32 @@ def test_sums_along_rows_stay_in_registers(columns: int, resident: bool) -> None
     assert ("c" in first.blocks.resident) == resident
 
 
+@pytest.mark.parametrize(
+    ("columns", "dtype", "pieces", "again"),
+    [
+        (768, "bf16", (256, 3), False),
+        (1000, "bf16", (1024, 1), False),  # little would be saved
+        (5120, "bf16", (1024, 5), False),
+        (8192, "f32", (8192, 1), False),
+        (12288, "bf16", (2048, 6), True),  # sums alone are held
+        (16384, "bf16", (2048, 8), True),
+    ],
+)
+def test_rows_in_pieces(columns: int, dtype: str, pieces: tuple[int, int], again: bool) -> None:
+    blocks = planned(BACKWARD.format(r=4096, c=columns, dtype=dtype)).launches[0].blocks
+    assert (blocks.size["c"], blocks.pieces.get("c", 1)) == pieces
+    assert blocks.again == again
+    assert "c" in blocks.resident
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(16384, "f32"), (20480, "bf16")])
+def test_what_no_program_holds_is_streamed(columns: int, dtype: str) -> None:
+    """There is no room to fetch such a row ahead."""
+    blocks = planned(BACKWARD.format(r="?", c=columns, dtype=dtype)).launches[0].blocks
+    assert "c" not in blocks.resident
+    assert not blocks.again
+
+
 def test_a_gradient_of_long_rows_is_complete_block_by_block() -> None:
     """No program has an array as long as a row in memory."""
     text = source("layer_norm_backward", c="65536").text

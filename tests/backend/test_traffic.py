@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import triton_regions
 
 from normpass.backend.program.traffic import traffic
 from normpass.backend.run.caches import caches_of
@@ -141,15 +142,29 @@ def gpu(cache: int) -> Conditions:
 
 
 def test_programs_read_what_they_hold_once() -> None:
-    rows, blocks, programs = 4096, 4096 // 32, 16
+    rows, programs = 4096, 16
     found = traffic(LAYER_NORM_BACKWARD.replace("r=?", f"r={rows}"), [], "cuda", gpu(1 << 20))
     whole = rows * ROW * 4
     assert found.read == 2 * whole + 2 * rows * 4 + ROW * 4
     assert found.written == whole + ROW * 4
-    # w for every block of rows but the first, and each program's part of dw, written and read.
-    assert found.again == (blocks - 1) * ROW * 4 + 2 * programs * ROW * 4
+    # w for every program but the first, and each one's part of dw, written and read.
+    assert found.again == (programs - 1) * ROW * 4 + 2 * programs * ROW * 4
     assert dict(found.functions) == {"div": 2 * rows}
     assert (found.passes, found.launches, found.workers) == (1, 2, 4)
+
+
+def test_rows_of_which_sums_alone_are_held_are_read_again() -> None:
+    """From the cache: a program has added up the weight's gradient of all of its rows."""
+    rows, row, programs = 64, 16384, 4
+    text = triton_regions.fill(
+        triton_regions.RMS_NORM_BACKWARD, r=str(rows), c=str(row), t="bf16", w="f32"
+    )
+    found = traffic(text, [], "cuda", gpu(1 << 25))
+    whole = rows * row * 2
+    assert found.read == 2 * whole + rows * 4 + row * 4
+    assert (found.written, found.passes) == (whole + row * 4, 1)
+    parts = 2 * programs * row * 4
+    assert found.again == 2 * whole + (programs - 1) * row * 4 + parts
 
 
 PRIME = 2**17 - 1  # no blocks divide it

@@ -40,6 +40,18 @@ REGIONS = {
         "layer_norm_backward",
         {"c": "65536", "t": "bf16", "w": "f32"},
     ),
+    "layer_norm_backward_in_pieces": (
+        "layer_norm_backward",
+        {"c": "5120", "t": "bf16", "w": "f32"},
+    ),
+    "layer_norm_backward_sums_held": (
+        "layer_norm_backward",
+        {"c": "10240", "t": "bf16", "w": "f32"},
+    ),
+    "rms_norm_backward_sums_held": (
+        "rms_norm_backward",
+        {"c": "16384", "t": "bf16", "w": "f32"},
+    ),
     "layer_norm_few_rows": ("layer_norm_forward", {"r": "3", "c": "262144"}),
     "layer_norm_long_rows": ("layer_norm_forward", {"r": "4096", "c": "65536", "t": "bf16"}),
     "three_levels_long_rows": ("three_levels", {"r": "64", "c": "65536"}),
