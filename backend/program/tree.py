@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import sympy
 
 from normpass.backend.program.sizes import Sizes
-from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -263,11 +262,6 @@ class Blocks:
     def covered(self, axis: str) -> int:
         """Elements along an axis that a program holds or goes over at a time."""
         return self.size.get(axis, 1) * self.pieces.get(axis, 1)
-
-    @property
-    def elements(self) -> int:
-        """What a program works on at a time."""
-        return product(map(self.covered, self.size)) * self.parts
 
 
 SHARED = ""

@@ -100,7 +100,7 @@ class TritonKernel:
             except Exception as error:
                 return self._fail(error)
             try:
-                while crowded := _crowded(built):
+                while crowded := _crowded(built, given):
                     given = replace(given, fitting={**given.fitting, **crowded})
                     built = build(run, tensors, sizes, given)
                 run(tensors, sizes, given)
@@ -154,7 +154,7 @@ class _Build:
         return compile
 
 
-def _crowded(builds: Sequence[_Build]) -> dict[str, int]:
+def _crowded(builds: Sequence[_Build], card: Card) -> dict[str, int]:
     """The kernels that spill registers, and for how many programs at once they are to be built
     instead: one fewer than those that share a multiprocessor's now. How many bytes a thread spills
     Triton knows when a kernel is loaded (`n_spills`, checked on 3.6 and 3.9).
@@ -168,9 +168,12 @@ def _crowded(builds: Sequence[_Build]) -> dict[str, int]:
         most = getattr(kernel.metadata, "maxnreg", None)
         if not getattr(kernel, "n_spills", 0) or not most:
             continue
-        programs = triton_library.REGISTERS // (32 * most * kernel.metadata.num_warps)
+        name = build.function.__name__
+        room = triton_library.REGISTERS // (32 * most * kernel.metadata.num_warps)
+        # A thread has no more than so many registers, however few programs there are.
+        programs = min(room, card.programs(name, room))
         if programs > 1:
-            found[build.function.__name__] = programs - 1
+            found[name] = programs - 1
     return found
 
 

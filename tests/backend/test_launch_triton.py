@@ -6,13 +6,16 @@ Without a GPU, Triton compiles for one that a driver of this file's claims to ha
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import triton_regions
 
+from normpass.backend.codegen import triton_library
 from normpass.backend.codegen.triton_library import Card
 from normpass.backend.run import launch_triton
 from normpass.backend.run.launch_triton import TritonKernel
@@ -148,6 +151,75 @@ def test_a_kernel_that_does_not_fit_the_device_runs_unfused(
     torch.testing.assert_close(y, torch.softmax(x, 1))
     (warning,) = warnings_of(caplog)
     assert "out of resource: shared memory" in warning
+
+
+# ---- what a kernel takes of a GPU
+
+
+class Built:
+    """What a compiled kernel tells of itself where it spills unless so few programs run at once."""
+
+    def __init__(self, card: Card, suffice: int) -> None:
+        self.function = SimpleNamespace(__name__="softmax_0")
+        programs = card.programs("softmax_0", 4)
+        most = triton_library.options(4, programs)["maxnreg"]
+        self.kernel = SimpleNamespace(
+            _init_handles=lambda: None,
+            metadata=SimpleNamespace(maxnreg=most, num_warps=4),
+            n_spills=0 if programs <= suffice else 8,
+        )
+
+
+@pytest.mark.parametrize(("suffice", "asked"), [(4, [4]), (2, [4, 3, 2]), (0, [4, 3, 2, 1])])
+def test_kernels_that_spill_are_built_for_fewer_programs_at_once(
+    suffice: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they do not, or one is left, which spills."""
+    built: list[int] = []
+    launched: list[Card] = []
+
+    def build(run: object, tensors: object, sizes: object, card: Card) -> list[Built]:
+        built.append(card.programs("softmax_0", 4))
+        return [Built(card, suffice)]
+
+    def run(tensors: object, sizes: object, card: Card) -> None:
+        launched.append(card)
+
+    monkeypatch.setattr(launch_triton, "build", build)
+    monkeypatch.setattr(launch_triton, "load", lambda _: SimpleNamespace(run=run))
+    kernel, x = softmax_kernel(9), torch.randn(4, 9)
+    for _ in range(2):
+        kernel([x], [4])
+    assert built == asked
+    assert [card.programs("softmax_0", 4) for card in launched] == asked[-1:] * 2
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+@pytest.mark.parametrize("at_all", [True, False])
+def test_what_does_not_fit_fetches_nothing_ahead(
+    at_all: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And stays unfused, with one warning, where it does not fit even so."""
+    from triton.runtime.errors import OutOfResources
+
+    launched: list[Card] = []
+
+    def run(tensors: object, sizes: object, card: Card) -> None:
+        launched.append(card)
+        if card.of_program or not at_all:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    card = Card(132, 228 << 10, 227 << 10)
+    monkeypatch.setattr(launch_triton, "_on", lambda _: nullcontext(card))
+    monkeypatch.setattr(launch_triton, "build", lambda *_: [])
+    monkeypatch.setattr(launch_triton, "load", lambda _: SimpleNamespace(run=run))
+    kernel, x = softmax_kernel(9), torch.randn(4, 9)
+    for _ in range(2):
+        kernel([x], [4])
+    nothing = replace(card, of_program=0)
+    assert launched == [card, nothing, nothing] if at_all else [card, nothing]
+    assert triton_library.stages(nothing, 1024, 0, 1) == 1
+    assert len(warnings_of(caplog)) == (0 if at_all else 1)
 
 
 # ---- tensors
