@@ -47,7 +47,7 @@ def unguarded(text: str) -> list[str]:
             asked = [re.search(GUARD.format(guard), each) for each in line.split("||")]
             if re.match(r"\s*#\s*if", line):
                 inside.append(all(asked))
-            elif re.match(r"\s*#\s*el", line):
+            elif re.match(r"\s*#\s*el(se|if)\b", line):
                 inside[-1] = all(asked)
             elif re.match(r"\s*#\s*endif", line):
                 inside.pop()
