@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import pytest
 import triton_cases
 from snapshots import assert_snapshot
 from triton_ahead import (
+    HAS_TRITON,
     compiled,
     fitted,
     needs_triton,
@@ -27,6 +29,7 @@ from normpass.backend.program.machine import GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import launch_triton
+from normpass.decomps.torch_versions import release
 from normpass.passes.region import DTYPE_NAMES
 from normpass.passes.region_text import parse
 
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from normpass.backend.codegen.triton import TritonSource
 
 PROGRAM = Path(triton_cases.__file__)
+# Triton up to 3.8 loads what a row's elements share more often than once.
+LOADS_A_ROW_ONCE = HAS_TRITON and release(version("triton")) > (3, 8)
 
 
 # ---- what kernels compute
@@ -126,7 +131,8 @@ def test_neighbours_in_memory_are_loaded_together() -> None:
     row, *_ = compiled(text, 90)
     fetched = re.findall(r"cp\.async\.c[ag]\.[\w.]*[^,]*,[^,]*, 0x(\w+)", row.asm["ptx"])
     assert fetched.count("10") == stages * (2 + 2) * 1024 // 128 // 4, fetched
-    assert len(fetched) - fetched.count("10") == stages * 2, fetched
+    once = 1 if LOADS_A_ROW_ONCE else 2
+    assert len(fetched) - fetched.count("10") == stages * 2 * once, fetched
     loads = re.findall(r"ld\.global[\w.:]*", row.asm["ptx"])
     assert len(loads) == 1024 // 128 // 4, loads
     assert all(".v4." in load for load in loads), loads

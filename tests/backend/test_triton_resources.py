@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 RECORDED_WITH = (3, 9)  # other compilers need other registers
 CAPABILITIES = (80, 90, 100)
+# What an older one spills: Triton 3.6 leaves 8 bytes of a thread over on sm_80, where no more than
+# one program runs at once.
+SPILLS = {("rms_norm_backward_sums_held", (3, 6))}
 # By snapshot: a region of triton_regions.py and what is filled in.
 REGIONS = {
     "layer_norm_backward": ("layer_norm_backward", {"c": "768"}),
@@ -70,7 +73,13 @@ TRITON = release(version("triton"))[:2] if HAS_TRITON else None
 
 @needs_triton
 @pytest.mark.usefixtures("compiler_cache")
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail] * ((name, TRITON) in SPILLS))
+        for name in REGIONS
+    ],
+)
 def test_resources(name: str, tmp_path: Path) -> None:
     region, sizes = REGIONS[name]
     text = source(region, **sizes)
