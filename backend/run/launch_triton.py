@@ -164,7 +164,7 @@ def _crowded(builds: Sequence[_Build], card: Card) -> dict[str, int]:
     found = {}
     for build in builds:
         kernel = build.kernel
-        kernel._init_handles()
+        getattr(kernel, "_init_handles", lambda: None)()  # in others it is loaded when launched
         most = getattr(kernel.metadata, "maxnreg", None)
         if not getattr(kernel, "n_spills", 0) or not most:
             continue

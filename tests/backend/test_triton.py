@@ -208,6 +208,17 @@ def test_offsets_have_64_bits_where_they_need_them() -> None:
     assert "n_r = n_r.to(tl.int64)" in dynamic
 
 
+def test_a_row_of_which_sums_alone_are_held_is_read_in_each_phase() -> None:
+    """Its registers are for the sums, and the weight is there; one that is held is read once."""
+    long = source("rms_norm_backward", c="16384", t="bf16", w="f32").text
+    assert [long.count(f"tl.load({name} ") for name in ("p_x", "p_g", "p_w")] == [16, 16, 8]
+    held = source("rms_norm_backward", c="5120", t="bf16", w="f32").text
+    assert [held.count(f"tl.load({name} ") for name in ("p_x", "p_g", "p_w")] == [5, 5, 5]
+    for text in (long, held):
+        assert "parts_dw + share" in text
+        assert "tl.debug_barrier" not in text  # nothing is added up in memory
+
+
 def test_long_rows_are_streamed() -> None:
     assert "for c_0 in range" not in source("layer_norm_backward", c="8192").text
     assert "for c_0 in range" in source("layer_norm_backward", c="16384").text
