@@ -26,6 +26,7 @@ from normpass.benchmarks import (
     ensembles,
     model_steps,
     processes,
+    roofline,
     second_order,
     vmap,
     warm_start,
@@ -39,6 +40,7 @@ from normpass.benchmarks.cases import (
     select,
     spell,
 )
+from normpass.benchmarks.gpu_cases import listed
 from normpass.benchmarks.machine import machine
 from normpass.benchmarks.measure import (
     VARIANTS,
@@ -255,6 +257,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="what work costs on this machine instead: decides which norms are fused from now on",
     )
+    group.add_argument(
+        "--roofline",
+        action="store_true",
+        help="bytes that kernels move on an H200 instead, computed from their plans with no GPU",
+    )
     parser.add_argument(
         "--registered",
         action="store_true",
@@ -278,6 +285,7 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "ensembles": (),
     "processes": (),
     "warm_start": (),
+    "roofline": (),
     "models": ("dtype", "format", "tiny"),
 }
 
@@ -348,6 +356,8 @@ def instead(args: argparse.Namespace, console: Console) -> int:
         return processes.run(console, args.repeats or processes.REPEATS, args.out)
     if args.warm_start:
         return warm_start.run(console, args.repeats or warm_start.REPEATS, args.out)
+    if args.roofline:
+        return roofline.run(console, listed(), args.out / "h200-roofline.json")
     variants = compile_time.REGISTERED if args.registered else compile_time.BACKENDS
     repeats = args.repeats or compile_time.REPEATS
     return compile_time.run(console, args.device, repeats, args.out, variants)

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
     from normpass.benchmarks.cases import Case
 
+    Clock = Callable[[Callable[[], object], int], float]
+
 VARIANTS = ("eager", "inductor", "normpass")
 # How far PyTorch's own eager result may be from float64, relative to the largest value: beyond
 # this the oracle or the machine is broken, and there is nothing to compare with.
-EAGER_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2.5e-1}
+EAGER_LIMIT = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
 # A sample is as many calls as take about this long; clocks and queues are too coarse for less.
 SAMPLE_SECONDS = 2e-3
 
@@ -255,15 +257,20 @@ def interleave(
     repeats: int,
     device: str,
     calls_each: int | None = None,
+    clock: Clock | None = None,
+    most_calls: int | None = None,
 ) -> dict[str, Timing]:
     """Time every step `repeats` times in alternation, each round starting with another one.
 
-    calls_each: of a step in each sample, for steps that are warm; None: as many as the clock needs.
+    calls_each: of a step in each sample, for steps that are warm; None: as many as the clock needs,
+    and no more than most_calls. clock: seconds of so many calls; None for the device's own.
     """
     if repeats < 2:
         raise ValueError(f"expected at least 2 repeats for quartiles, got {repeats}")
-    clock = cuda_seconds if torch.device(device).type == "cuda" else cpu_seconds
+    clock = clock or (cuda_seconds if torch.device(device).type == "cuda" else cpu_seconds)
     calls = {name: calls_each or calls_per_sample(step, clock) for name, step in steps.items()}
+    if most_calls:
+        calls = {name: min(count, most_calls) for name, count in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     names = itertools.cycle(steps)
     collecting = gc.isenabled()
@@ -279,9 +286,7 @@ def interleave(
     return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
-def calls_per_sample(
-    step: Callable[[], object], clock: Callable[[Callable[[], object], int], float]
-) -> int:
+def calls_per_sample(step: Callable[[], object], clock: Clock) -> int:
     """Warm up, and find how many calls take about SAMPLE_SECONDS."""
     clock(step, 3)
     return max(1, math.ceil(SAMPLE_SECONDS / max(clock(step, 3) / 3, 1e-9)))

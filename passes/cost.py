@@ -98,13 +98,14 @@ class Calibration:
 class Conditions:
     """What a decision depends on besides the region: the machine's caches, of which `private` are
     a core's own, its threads or multiprocessors, and what work costs on it; None where nobody has
-    measured.
+    measured. capability: of a GPU for which CUDA C++ can be compiled, 90 for 9.0.
     """
 
     caches: Caches
     private: int
     threads: int
     calibration: Calibration | None
+    capability: int = 0
 
 
 def parts(work: Work, costs: Costs) -> dict[str, float]:

@@ -49,7 +49,7 @@ class Unfused(logging.Handler):
             self.seen.append(message)
 
 
-for _runner in ("runtime", "launch_triton"):
+for _runner in ("runtime", "gpu_kernel"):
     logging.getLogger(f"normpass.backend.run.{_runner}").addHandler(Unfused())
 
 

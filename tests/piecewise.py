@@ -91,10 +91,10 @@ def many(dtype: torch.dtype) -> list[Tensor]:
 
 TRITON = """
 import sys, torch
-from normpass.backend.run import launch_triton
+from normpass.backend.run import launch_gpu
 inputs = torch.load(sys.argv[1])
 rows = len(inputs[0])
-torch.save(launch_triton.kernel(sys.stdin.read(), (rows,))(inputs, [rows]), sys.argv[1])
+torch.save(launch_gpu.kernel(sys.stdin.read(), (rows,))(inputs, [rows]), sys.argv[1])
 """
 
 

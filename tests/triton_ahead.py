@@ -118,17 +118,25 @@ def fitted(text: TritonSource, capability: int, folder: Path) -> list[Resources]
 
 def resources(kernel: Any, folder: Path) -> Resources:
     """Those of a compiled kernel. Skips where no tool tells."""
+    ((registers, spilled),) = usage(kernel.asm["cubin"], folder).values()
+    return Resources(registers, kernel.metadata.shared, spilled, 0)
+
+
+def usage(cubin: bytes, folder: Path) -> dict[str, tuple[int, int]]:
+    """Registers and bytes of local memory of a thread of each kernel in a binary, by its name.
+    Skips where no tool tells.
+    """
     from triton import knobs
 
     tool = getattr(knobs.nvidia.cuobjdump, "path", None)
     if tool is None:
         pytest.skip("Triton has no cuobjdump here")
     file = folder / "kernel.cubin"
-    file.write_bytes(kernel.asm["cubin"])
+    file.write_bytes(cubin)
     done = subprocess.run(
         [tool, "-res-usage", str(file)], capture_output=True, text=True, check=False
     )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    if found is None:
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", done.stdout)
+    if not found:
         pytest.skip("Triton's cuobjdump does not tell what a kernel takes")
-    return Resources(int(found[1]), kernel.metadata.shared, int(found[2]), 0)
+    return {name: (int(registers), int(stack)) for name, registers, stack in found}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from normpass.backend.program.machine import Blocking, Tiling
+    from normpass.backend.run.gpu_kernel import GpuKernel
     from normpass.passes.region import Region
 
 
@@ -299,28 +300,40 @@ def check(case: Case, tiling: Tiling | None, device: str) -> None:
     # Streaming takes many small steps, which the interpreter is slow at.
     for sizes in case.sizes if tiling is None or "f32" in case.name else case.sizes[:1]:
         kernel = TritonKernel(region, machine, size_classes(sizes))
-        extents = region.extents(sizes)
-        inputs = make_inputs(case, region, extents)
-        found = kernel([tensor.to(device) for tensor in inputs.values()], sizes)
-        assert not kernel._failed, "the kernel could not be built"
         oracle = (device == "cpu" and case.interpreted) or case.oracle
-        reference = oracle(**{k: raised(v, torch.float64) for k, v in inputs.items()})
-        working = oracle(**{k: raised(v, region.compute_dtype) for k, v in inputs.items()})
-        for output, ours, exact, rounded in zip(
-            region.outputs, found, reference, working, strict=True
-        ):
-            what = f"{output.buffer.name} for sizes {sizes}"
-            assert ours.dtype is output.buffer.dtype, what
-            shape, strides = (
-                region.shape(output.buffer, extents),
-                region.strides(output.buffer, extents),
-            )
-            assert (ours.shape, ours.stride()) == (shape, strides), what
-            exact, rounded = exact.reshape(shape), rounded.reshape(shape).to(ours.dtype)
-            if ours.dtype is torch.bool:
-                assert torch.equal(ours.cpu(), rounded), what
-            else:
-                assert_no_less_accurate(ours.cpu(), rounded, exact.double(), what)
+        compare(case, kernel, sizes, device, oracle)
+
+
+def compare(
+    case: Case,
+    kernel: GpuKernel,
+    sizes: tuple[int, ...],
+    device: str,
+    oracle: Callable[..., tuple[Tensor, ...]],
+) -> None:
+    """Raises AssertionError if what a kernel of a case's region computes is further from the oracle
+    than it may be.
+    """
+    region = kernel.region
+    extents = region.extents(sizes)
+    inputs = make_inputs(case, region, extents)
+    found = kernel([tensor.to(device) for tensor in inputs.values()], sizes)
+    assert not kernel._failed, "the kernel could not be built"
+    reference = oracle(**{k: raised(v, torch.float64) for k, v in inputs.items()})
+    working = oracle(**{k: raised(v, region.compute_dtype) for k, v in inputs.items()})
+    for output, ours, exact, rounded in zip(region.outputs, found, reference, working, strict=True):
+        what = f"{output.buffer.name} for sizes {sizes}"
+        assert ours.dtype is output.buffer.dtype, what
+        shape, strides = (
+            region.shape(output.buffer, extents),
+            region.strides(output.buffer, extents),
+        )
+        assert (ours.shape, ours.stride()) == (shape, strides), what
+        exact, rounded = exact.reshape(shape), rounded.reshape(shape).to(ours.dtype)
+        if ours.dtype is torch.bool:
+            assert torch.equal(ours.cpu(), rounded), what
+        else:
+            assert_no_less_accurate(ours.cpu(), rounded, exact.double(), what)
 
 
 def raised(tensor: Tensor, dtype: torch.dtype) -> Tensor:

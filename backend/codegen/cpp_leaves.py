@@ -11,7 +11,6 @@ import torch
 
 from normpass.backend.codegen.cpp_names import Names
 from normpass.backend.codegen.text import factor, index_expression
-from normpass.backend.program.pointwise import POINTWISE
 from normpass.backend.program.reductions import REDUCTIONS
 from normpass.backend.program.tree import (
     Access,
@@ -29,7 +28,6 @@ from normpass.backend.program.tree import (
     Regroup,
     Store,
 )
-from normpass.passes.region import EXPAND
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -187,22 +185,6 @@ class LeafPrinter(Names):
         address = self.address(access)
         self.first = None
         return f"{address}, {index_expression(access.strides[self.along])}"
-
-    def compute(self, op: Op) -> None:
-        if op.fn == "numel":
-            size = index_expression(self.plan.numel[op.name])
-            self.define(op.name, f"static_cast<scalar>({size})")
-            return
-        if op.fn == EXPAND:
-            self.define(op.name, self.name(str(op.args[0])))
-            return
-        row = POINTWISE[op.fn]
-        vector = any(isinstance(arg, str) and self.is_vector(arg) for arg in op.args)
-        args = [
-            self.argument(arg, vector=vector, truth=str(k) in row.truth)
-            for k, arg in enumerate(op.args)
-        ]
-        self.define(op.name, row.cpp.format(*args))
 
     # -- accumulators
 

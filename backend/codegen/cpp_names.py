@@ -1,5 +1,5 @@
-"""How generated C++ spells what a plan speaks of: lines, values and their types, offsets, arrays of
-workers.
+"""How generated C++ spells what a plan speaks of: lines, values and their types, pointwise
+operations, offsets, arrays of workers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import sympy
 import torch
 
 from normpass.backend.codegen.text import extent_name, factor, index_expression
-from normpass.backend.program.pointwise import truth_values
+from normpass.backend.program.pointwise import POINTWISE, truth_values
 from normpass.backend.program.tree import Abreast, Jam
+from normpass.passes.region import EXPAND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from normpass.backend.program.tree import Accumulator, LoopAxis, Plan
-    from normpass.passes.region import Arg
+    from normpass.passes.region import Arg, Op
 
 
 class Names:
@@ -113,6 +114,22 @@ class Names:
         if self.is_vector(value):
             return f"where_({name}, Vec(scalar(1)), Vec(scalar(0)))"
         return f"where_({name}, scalar(1), scalar(0))"
+
+    def compute(self, op: Op) -> None:
+        if op.fn == "numel":
+            size = index_expression(self.plan.numel[op.name])
+            self.define(op.name, f"static_cast<scalar>({size})")
+            return
+        if op.fn == EXPAND:
+            self.define(op.name, self.name(str(op.args[0])))
+            return
+        row = POINTWISE[op.fn]
+        vector = any(isinstance(arg, str) and self.is_vector(arg) for arg in op.args)
+        args = [
+            self.argument(arg, vector=vector, truth=str(k) in row.truth)
+            for k, arg in enumerate(op.args)
+        ]
+        self.define(op.name, row.cpp.format(*args))
 
     # -- arrays
 

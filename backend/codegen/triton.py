@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from normpass.backend.codegen.names import Names
 from normpass.backend.codegen.text import TYPES
 from normpass.backend.codegen.triton_kernel import Kernel, KernelPrinter
-from normpass.backend.codegen.triton_layout import Names, divide_up, size_text, times
+from normpass.backend.codegen.triton_layout import RESERVED, divide_up, size_text, times
 from normpass.backend.program.tree import SHARED
 from normpass.passes.region import product
 
@@ -47,7 +48,7 @@ class TritonSource:
 
 def generate(plan: Plan) -> TritonSource:
     """The Triton module of a plan."""
-    names = Names(plan)
+    names = Names(plan, RESERVED)
     printers = [KernelPrinter(plan, launch, k, names) for k, launch in enumerate(plan.launches)]
     kernels = [printer.source() for printer in printers]
     lines = [f"# {line}" for line in str(plan.region).splitlines()]

@@ -19,7 +19,7 @@ from normpass.passes.region import product
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from normpass.backend.codegen.triton_layout import Names
+    from normpass.backend.codegen.names import Names
     from normpass.backend.program.tree import Fetch, Launch, LoopAxis, Node, Plan
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import keyword
 import math
-import re
 from typing import TYPE_CHECKING
 
 import sympy
@@ -15,6 +13,8 @@ from normpass.backend.program.tree import SHARED, Launch, Load, LoopAxis, Plan, 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from normpass.backend.codegen.names import Names
 
 # Offsets from here on need 64 bits.
 WIDE = 2**31
@@ -58,31 +58,6 @@ def number(value: float) -> str:
     if math.isinf(value):
         return f'float("{"-" if value < 0 else ""}inf")'
     return repr(value) if value >= 0 else f"({value!r})"
-
-
-class Names:
-    """What axes and values are called: as in the region, unless the name is needed otherwise."""
-
-    def __init__(self, plan: Plan) -> None:
-        region = plan.region
-        values = [*(b.name for b in region.inputs), *(op.name for op in region.ops)]
-        axes = [axis.name for axis in plan.axes]
-        taken = set(RESERVED)
-        taken |= {f"{prefix}_{v}" for v in values for prefix in ("p", "acc", "parts", "kept")}
-        taken |= {f"p_{output.buffer.name}" for output in region.outputs}
-        taken |= {f"n_{name}" for name in (*axes, *region.runtime_sizes)}
-        taken |= {extent_name(axis, region) for axis in plan.axes}
-        taken |= {f"mask_{axis}" for axis in axes} | {f"{axis}_0" for axis in axes}
-        self.axis = {axis: self._free(axis, taken) for axis in axes}
-        self.value = {value: self._free(value, taken) for value in values}
-
-    def _free(self, name: str, taken: set[str]) -> str:
-        text = re.sub(r"\W", "_", name)
-        text = f"v{text}" if text[:1].isdigit() else text
-        while text in taken or keyword.iskeyword(text):
-            text += "_"
-        taken.add(text)
-        return text
 
 
 class Layout:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     import sympy
 
-    from normpass.backend.codegen.triton_layout import Names
+    from normpass.backend.codegen.names import Names
     from normpass.backend.program.tree import (
         Access,
         Accumulator,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from normpass.backend.codegen.triton_layout import Layout, Names, divided
+from normpass.backend.codegen.triton_layout import Layout, divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from normpass.backend.codegen.names import Names
     from normpass.backend.program.tree import Launch, LoopAxis, Plan
 
 

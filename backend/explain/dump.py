@@ -36,8 +36,8 @@ def kernels(folder: str | None, decisions: Sequence[Decision], number: int) -> N
     if not folder:
         return
     # Whoever imports this module for the graph that Dynamo hands over needs none of these.
-    from normpass.backend.codegen.source import kernel_source, program
     from normpass.backend.program.listing import listing
+    from normpass.backend.run.dialects import kernel_source, program
     from normpass.passes.pipeline import Fused
 
     for k, decision in enumerate(decisions):

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from normpass.backend.codegen.source import kernel_source
 from normpass.backend.explain import record
 from normpass.backend.explain.norm_modules import Break, Seen, canonical, missing, paths
 from normpass.backend.explain.report import FusedNorm, RefusedNorm, Report
 from normpass.backend.options import Options
+from normpass.backend.run.dialects import kernel_source
 from normpass.passes.pipeline import Fused, Refused
 
 if TYPE_CHECKING:

@@ -53,6 +53,8 @@ class _Programs:
     def __init__(self, launch: Launch, lengths: Mapping[str, int], processors: int) -> None:
         self.launch, self.lengths = launch, lengths
         blocks = launch.blocks
+        apart = launch.team.blocks if launch.team else 1  # multiprocessors of a program
+        at_once = max(1, processors // apart) * blocks.programs
         self.tiles = {
             axis.name: -(-lengths[axis.name] // blocks.size[axis.name])
             for axis in launch.outer
@@ -62,12 +64,12 @@ class _Programs:
         self.rows = self.shares = 1
         if blocks.shares:
             self.rows = -(-self.elements(blocks.shares) // blocks.size[SHARED])
-            room = -(-processors * blocks.programs // max(1, tiles))
+            room = -(-at_once // max(1, tiles))
             self.shares = max(1, min(room, self.rows))
         self.pieces = tiles * self.rows
         self.programs = tiles * self.shares
-        self.busy = min(processors, tiles * self.shares)
-        self.at_once = min(processors * blocks.programs, tiles * self.shares)
+        self.busy = min(processors, tiles * self.shares * apart)
+        self.at_once = min(at_once, tiles * self.shares)
 
     def elements(self, axes: Iterable[str]) -> int:
         return product(self.lengths[axis] for axis in axes)

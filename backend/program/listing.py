@@ -199,4 +199,8 @@ def _launch(number: int, launch: Launch) -> str:
     found += [f"leaves parts of {' '.join(a.op.name for a in launch.shared)}"] * bool(launch.shared)
     kept = [f"{space.value}{_axes(space.axes)}" for space in launch.workspaces if not space.each]
     found += [f"writes {' '.join(kept)}"] if kept else []
+    if team := launch.team:
+        found += [f"teams of {team.blocks} blocks"] if team.blocks > 1 else []
+        found += [f"{team.vectors} vectors of {team.lanes} in a thread"] if team.shares else []
+        found += [f"{team.stages} rows on chip"] if team.staged else []
     return ", ".join([*found, f"{blocks.warps} warps"])

@@ -54,6 +54,27 @@ class Tiling:
 
 
 @dataclass(frozen=True)
+class Clusters:
+    """The numbers behind teams (teams.py), of one kind of GPU.
+
+    blocks: of a cluster at most. shared: bytes of shared memory that a block can have. memory: the
+    same of a multiprocessor, of which the system keeps some for each block. threads: of a block at
+    most, so that each has registers enough. of_thread: bytes of a row, as numbers that are computed
+    with, that a thread has. registers: those that it may spend on sums that it adds rows to. warps:
+    of a multiprocessor.
+    """
+
+    blocks: int
+    shared: int
+    memory: int
+    system: int = 1024
+    threads: int = 512
+    of_thread: int = 128
+    registers: int = 64
+    warps: int = 16
+
+
+@dataclass(frozen=True)
 class Blocking:
     """The numbers behind axes in blocks (blocks.py, sweeps.py). Those given here are for a CPU's
     caches of 32 KiB and 1 MiB.
@@ -91,7 +112,7 @@ class Machine:
     added up side by side, each worker has some of them whole rather than a part of all.
     has_vectors: whether loops go a vector of a register's lanes at a time. whole_lines: whether a
     vector of float32 is a line of memory. blocking: of axes that loops go through twice. tiling: of
-    programs that work on blocks.
+    programs that work on blocks. clusters: of those whose threads are told apart, in CUDA C++.
     """
 
     workers: int
@@ -102,6 +123,7 @@ class Machine:
     whole_lines: bool = True
     blocking: Blocking | None = None
     tiling: Tiling | None = None
+    clusters: Clusters | None = None
 
 
 CPU = Machine(
@@ -128,6 +150,21 @@ GPU = Machine(
     ),
     tiling=Tiling(),
 )
+
+
+@cache
+def cuda_machine(capability: int) -> Machine:
+    """The machine that CUDA C++ is planned for. A row that a team holds on chip needs no blocks.
+
+    capability: of the GPU, 80 for 8.0; from 90 on blocks form clusters.
+    """
+    clusters = Clusters(1, 163 << 10, 164 << 10)
+    if capability >= 90:
+        clusters = Clusters(8, 227 << 10, 228 << 10)
+    most = clusters.blocks * clusters.shared
+    blocking = replace(Blocking(), row_bytes=most, sweep=most, narrow=sys.maxsize)
+    workers = GPU.workers // clusters.blocks
+    return replace(GPU, workers=workers, blocking=blocking, clusters=clusters)
 
 
 @cache

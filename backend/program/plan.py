@@ -3,8 +3,8 @@
 A plan is a tree (tree.py) over axes in one order (axes.py), with every value in its place
 (schedule.py). Lanes run along one of the axes, or along short groups together (regroup.py). How its
 loops go on CPUs is decided in rows.py, sums.py and kinds.py, what is launched on GPUs in
-launches.py, tiles.py and fetches.py. Every generator prints what it finds there, and decides
-nothing.
+launches.py, tiles.py and fetches.py, for CUDA C++ in teams.py. Every generator prints what it finds
+there, and decides nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from normpass.backend.program.rows import with_rows_together
 from normpass.backend.program.schedule import Scheduler
 from normpass.backend.program.sums import with_sums
 from normpass.backend.program.sweeps import sweeps_in_blocks
+from normpass.backend.program.teams import with_teams
 from normpass.backend.program.tiles import with_blocks
 from normpass.backend.program.tree import LoopAxis, Plan
 from normpass.backend.program.verify import verified
@@ -60,6 +61,9 @@ def make_plan(region: Region, machine: Machine = CPU, classes: tuple[SizeClass, 
         plan = verified(with_kinds(plan), "kinds")
     if machine.tiling:
         plan = verified(with_launches(plan), "launches")
+    if machine.clusters:
+        plan = verified(with_teams(plan, machine.clusters), "teams")
+    elif machine.tiling:
         plan = verified(with_blocks(plan, machine.tiling), "blocks")
         plan = verified(with_fetches(plan), "fetches")
     return verified(with_workspaces(plan), "workspaces")

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from normpass.backend.program.dialect import gpu_machine
 from normpass.backend.program.in_place import overwritable
 from normpass.backend.program.launch_traffic import work_of_launches
 from normpass.backend.program.machine import ELEMENTS_PER_WORKER, machine_of
@@ -54,7 +55,10 @@ def traffic(text: str, sizes: Sequence[int], device: str, conditions: Conditions
     those of this machine if None.
     """
     region = parse(text)
-    plan = make_plan(region, machine_of(device), size_classes(sizes))
+    classes, machine = size_classes(sizes), machine_of(device)
+    if machine.tiling:
+        machine = gpu_machine(region, classes, conditions.capability)
+    plan = make_plan(region, machine, classes)
     extents = region.extents(sizes)
     symbols = {symbol(name): extent for name, extent in extents.items()}
     lengths = {axis.name: int(axis.extent.subs(symbols)) for axis in plan.axes}

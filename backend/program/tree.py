@@ -12,6 +12,7 @@ from normpass.backend.program.sizes import Sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from normpass.backend.program.teams import Team
     from normpass.passes.region import Buffer, Op, Output, Region
 
 
@@ -294,6 +295,7 @@ class Launch:
     held: what a program reads once for all of its rows.
     fetch: what it reads ahead.
     workspaces: the arrays in global memory that it writes to.
+    team: in CUDA C++, how threads go through it.
     """
 
     outer: tuple[LoopAxis, ...]
@@ -305,6 +307,7 @@ class Launch:
     held: tuple[Load, ...] = ()
     fetch: Fetch = Fetch()
     workspaces: tuple[Workspace, ...] = ()
+    team: Team | None = None
 
     @property
     def inner(self) -> tuple[LoopAxis, ...]:

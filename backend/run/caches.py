@@ -1,4 +1,4 @@
-"""The sizes of this machine's caches, and how many multiprocessors its GPU has."""
+"""What is asked of this machine: the sizes of its caches, and which GPU it has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from normpass.backend.run import nvrtc
 from normpass.passes.cost import Caches
 
 # Where nobody tells: a second-level cache of a core, a last-level cache, multiprocessors of a GPU.
@@ -31,6 +32,18 @@ def caches_of(device: str) -> Caches:
 def multiprocessors() -> int:
     """Of this machine's GPU."""
     return int(getattr(_card(), "multi_processor_count", USUAL_MULTIPROCESSORS))
+
+
+@cache
+def capability(index: int | None = None) -> int:
+    """Of a GPU for which CUDA C++ can be compiled here, 90 for 9.0; 0 where there is none.
+
+    index: which one; None for the current one.
+    """
+    if torch.version.hip or not torch.cuda.is_available() or nvrtc.version() is None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 def _card() -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from normpass.backend.run.caches import caches_of, multiprocessors, private_cache
+from normpass.backend.run.caches import caches_of, capability, multiprocessors, private_cache
 from normpass.passes.cost import Calibration, Conditions, Costs
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,8 @@ SHIPPED = Calibration(
 def conditions_of(device: str) -> Conditions:
     """What decisions about a device's regions depend on, here."""
     if device == "cuda":
-        return Conditions(caches_of(device), private_cache(), multiprocessors(), None)
+        here = caches_of(device), private_cache(), multiprocessors()
+        return Conditions(*here, None, capability())
     return Conditions(caches_of(device), private_cache(), torch.get_num_threads(), calibration())
 
 

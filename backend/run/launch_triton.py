@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import tempfile
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import FunctionType
@@ -21,14 +20,11 @@ import torch
 from normpass.backend.codegen import triton as generator
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
-from normpass.backend.program.sizes import size_classes
-from normpass.backend.run.layouts import Laid, lie_as_planned, outputs_in, relaid_out
-from normpass.backend.run.reference import evaluate
+from normpass.backend.run.gpu_kernel import GpuKernel
 from normpass.backend.run.toolchain import cache_dir
-from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from torch import Tensor
@@ -44,52 +40,30 @@ log = logging.getLogger(__name__)
 INTERPRETED_PROCESSORS = 3
 
 
-class TritonKernel:
-    """A region's Triton module for sizes of given classes. Call it with the region's input tensors
-    and its run-time sizes.
+class TritonKernel(GpuKernel):
+    """A region's Triton module for sizes of given classes.
 
     Raises:
         UnsupportedPlanError: if there is no Triton form of the region's plan.
     """
 
+    dialect = "Triton"
+
     def __init__(
         self, region: Region, machine: Machine = GPU, classes: tuple[SizeClass, ...] = ()
     ) -> None:
-        self.region = region
+        super().__init__(region)
         self.source = generator.generate(make_plan(region, machine, classes))
-        self._laid: dict[tuple[int, ...], Laid] = {}  # by run-time sizes
-        self._launch: dict[int | None, Callable[..., None]] = {}  # by device
-        self._failed = False
 
-    def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        laid = self._laid.get(key := tuple(sizes))
-        if laid is None:
-            laid = self._laid[key] = Laid.of(self.region, sizes)
-        if not lie_as_planned(inputs, laid.inputs):
-            inputs = relaid_out(self.region, inputs, laid.inputs)
-        if self._failed or not laid.is_there:
-            return evaluate(self.region, inputs, sizes)
-        device = inputs[0].device
-        results = [each.empty(device) for each in laid.results]
-        outputs = outputs_in(results, laid.pieces, torch.as_strided) if laid.pieces else results
-        tensors = [*inputs, *outputs]
-        with _on(device) as card:
-            if launch := self._launch.get(device.index):
-                launch(tensors, sizes)
-            elif not self._first(tensors, sizes, card):
-                return evaluate(self.region, inputs, sizes)
-        return results
-
-    def _first(self, tensors: list[Tensor], sizes: Sequence[int], card: Card) -> bool:
-        """The first call on a device builds the kernels before it launches any, so that only what
-        goes wrong in building leaves the region unfused, with one warning. What goes wrong in a
-        launch is the device's own error and is raised. Whether it was launched.
+    def _first(self, tensors: list[Tensor], sizes: Sequence[int], device: torch.device) -> bool:
+        """The first call on a device builds the kernels before it launches any.
 
         Kernels whose registers do not suffice are built again for fewer programs at once, and those
         that turn out to take more than the device has, to fetch nothing ahead.
         """
         from triton.runtime.errors import TritonError
 
+        card = card_of(device)
         found: Exception | None = None
         for given in (card, replace(card, of_program=0)):
             try:
@@ -110,15 +84,6 @@ class TritonKernel:
             self._launch[tensors[0].device.index] = partial(run, card=given)
             return True
         return self._fail(found)
-
-    def _fail(self, error: Exception | None) -> bool:
-        self._failed = True
-        log.warning(
-            "region %s runs unfused: its Triton kernel could not be built: %s",
-            self.region.name,
-            error,
-        )
-        return False
 
 
 def build(
@@ -177,34 +142,6 @@ def _crowded(builds: Sequence[_Build], card: Card) -> dict[str, int]:
     return found
 
 
-@contextmanager
-def _on(device: torch.device) -> Iterator[Card]:
-    """Makes a device the current one, and tells what it is."""
-    from normpass.backend.codegen.triton_library import Card
-
-    if device.type != "cuda":
-        yield Card(INTERPRETED_PROCESSORS, 0, 0)
-        return
-    with torch.cuda.device(device):
-        yield _card(device.index)
-
-
-@lru_cache(maxsize=4096)
-def kernel(text: str, sizes: tuple[int, ...]) -> TritonKernel:
-    """The Triton kernel of a region's text for its run-time sizes.
-
-    Raises:
-        UnsupportedPlanError: if there is no Triton form of the region's plan.
-    """
-    return _kernel(text, size_classes(sizes))
-
-
-@lru_cache(maxsize=4096)
-def _kernel(text: str, classes: tuple[SizeClass, ...]) -> TritonKernel:
-    """It is printed at the first call and kept."""
-    return TritonKernel(parse(text), GPU, classes)
-
-
 def load(text: str) -> ModuleType:
     """A module from its text. It goes by way of a file, because Triton reads the source of its
     functions.
@@ -231,11 +168,13 @@ def load(text: str) -> ModuleType:
 
 
 @lru_cache(maxsize=64)
-def _card(index: int) -> Card:
+def card_of(device: torch.device) -> Card:
     """What torch tells of a GPU (checked on 2.11 and 2.13)."""
     from normpass.backend.codegen.triton_library import Card
 
-    told = torch.cuda.get_device_properties(index)
+    if device.type != "cuda":
+        return Card(INTERPRETED_PROCESSORS, 0, 0)
+    told = torch.cuda.get_device_properties(device)
     return Card(
         told.multi_processor_count,
         told.shared_memory_per_multiprocessor,

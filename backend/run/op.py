@@ -39,9 +39,9 @@ def _cpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tens
 
 
 def _gpu(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
-    from normpass.backend.run import launch_triton
+    from normpass.backend.run import launch_gpu
 
-    return launch_triton.kernel(text, tuple(sizes))(inputs, sizes)
+    return launch_gpu.kernel(text, tuple(sizes), inputs[0].device.index)(inputs, sizes)
 
 
 def print_for(text: str, sizes: Sequence[int], device: str) -> None:
@@ -55,9 +55,10 @@ def print_for(text: str, sizes: Sequence[int], device: str) -> None:
     if device == "cpu":
         print_kernel(text, size_classes(sizes))
     elif device == "cuda":
-        from normpass.backend.run import launch_triton
+        from normpass.backend.run import launch_gpu
 
-        launch_triton.kernel(text, tuple(sizes))
+        current = torch.cuda.current_device() if torch.cuda.is_available() else None
+        launch_gpu.kernel(text, tuple(sizes), current)
 
 
 def _anywhere(inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:

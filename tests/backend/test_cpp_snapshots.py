@@ -9,14 +9,14 @@ from norm_regions import CASES, decisions, fused
 from snapshots import assert_snapshot
 from torch import Tensor, nn
 
-from normpass.backend.codegen.source import kernel_source
 from normpass.backend.program.machine import CPU
+from normpass.backend.run.dialects import kernel_source
 
 
 @pytest.fixture(autouse=True)
 def _vectors_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever processor this is, the kernels are those of one with AVX-512."""
-    monkeypatch.setattr("normpass.backend.codegen.source.machine_of", lambda _: CPU)
+    monkeypatch.setattr("normpass.backend.run.dialects.machine_of", lambda _: CPU)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -96,7 +96,7 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("module", ["runtime", "launch_triton"])
+@pytest.mark.parametrize("module", ["runtime", "gpu_kernel"])
 def test_a_kernel_that_was_not_built_fails_its_test(module: str) -> None:
     """conftest.py listens to the loggers by name, before anything of ours is imported."""
     log = importlib.import_module(f"normpass.backend.run.{module}").log

@@ -21,7 +21,7 @@ from normpass.backend.inductor import inductor_call
 from normpass.backend.options import Options
 from normpass.backend.program import plan
 from normpass.backend.program.launches import UnsupportedPlanError
-from normpass.backend.run import launch_triton
+from normpass.backend.run import launch_gpu, launch_triton
 from normpass.passes import faults, names, pipeline, regions, rewrite, saved
 from normpass.passes.pipeline import Fused, Refused
 
@@ -239,7 +239,7 @@ def test_a_region_for_a_gpu_is_printed_when_it_is_planned() -> None:
     (decision,) = fuse_for_gpu(90)
     assert isinstance(decision, Fused)
     assert decision.device == "cuda"
-    assert launch_triton.kernel.cache_info().currsize
+    assert launch_gpu.kernel.cache_info().currsize
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from compiled import compile_fused, no_recompiles
 from torch import nn
 
 from normpass.backend.codegen import cpp
-from normpass.backend.codegen.source import kernel_source
 from normpass.backend.entry import fusion_pass
 from normpass.backend.explain import record
 from normpass.backend.program.machine import CPU, machine_of
 from normpass.backend.program.plan import make_plan
+from normpass.backend.run.dialects import kernel_source
 from normpass.backend.run.runtime import Kernel, print_kernel
 from normpass.passes.pipeline import Fused
 from normpass.passes.region_text import parse

@@ -1,0 +1,57 @@
+"""CUDA C++: prints a plan whose launches have teams (program/teams.py) as kernels for NVRTC.
+
+The text is written for people: names from the region, one comment a phase, normpass.cuh for what
+would only repeat. The pointwise operations are those of the C++ for CPUs, on one number at a time.
+
+This file prints the module; cuda_rows.py prints launches over rows, cuda_elements.py those that
+combine what programs leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from normpass.backend.codegen.cuda_elements import ElementsPrinter
+from normpass.backend.codegen.cuda_rows import RowsPrinter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from normpass.backend.codegen.cuda_names import CudaNames, Kernel
+    from normpass.backend.program.tree import Plan
+
+AS_PLANNED: Mapping[int, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class CudaSource:
+    """A module's text, and the kernels in it in the order of their launches."""
+
+    text: str
+    kernels: tuple[Kernel, ...]
+
+
+def generate(plan: Plan, programs: Mapping[int, int] = AS_PLANNED) -> CudaSource:
+    """The CUDA C++ of a plan.
+
+    programs: of launches, by number, for how many blocks of a multiprocessor at once registers are
+    to suffice, if for others than planned.
+    """
+    printers: list[CudaNames] = []
+    for number, launch in enumerate(plan.launches):
+        if number in programs and launch.team:
+            launch = replace(launch, team=replace(launch.team, programs=programs[number]))
+        kind = RowsPrinter if launch.inner else ElementsPrinter
+        printers.append(kind(plan, launch, number))
+    double = printers[0].double if printers else False
+    lines = [f"// {line}" for line in str(plan.region).splitlines()]
+    lines += [
+        '#include "normpass.cuh"',
+        "using namespace normpass;",
+        f"using scalar = {'double' if double else 'float'};",
+    ]
+    for printer in printers:
+        lines += ["", *printer.source()]
+    return CudaSource("\n".join(lines) + "\n", tuple(printer.kernel for printer in printers))

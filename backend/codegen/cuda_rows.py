@@ -1,0 +1,311 @@
+"""A launch over rows in CUDA C++: a team goes through its share of them.
+
+Everything that is read along a row has slots on chip. What the next rows need is asked for as soon
+as the last loop over a row has read a slot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from normpass.backend.codegen.cuda_names import SHARES, CudaNames
+from normpass.backend.codegen.text import TYPES, index_expression
+from normpass.backend.program.reductions import REDUCTIONS
+from normpass.backend.program.teams import groups
+from normpass.backend.program.tree import (
+    Accumulate,
+    Begin,
+    Compute,
+    Finish,
+    Keep,
+    Load,
+    Loop,
+    Recall,
+    Store,
+)
+from normpass.passes.region import product
+
+if TYPE_CHECKING:
+    from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Node, Plan
+
+UNROLL = "#pragma unroll"
+# Elements of rows of which 2**31 would take a terabyte.
+LONG = 512
+
+
+class RowsPrinter(CudaNames):
+    """Prints one launch over rows."""
+
+    def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
+        super().__init__(plan, launch, number)
+        (self.axis,) = launch.inner
+        self.share_axes = [plan.axis[name] for name in self.team.shares]
+        self.slots = {load.access.buffer.name for load in (*self.team.staged, *self.team.held)}
+        self.ahead = [
+            node
+            for node in launch.body
+            if isinstance(node, Load) and not set(self.team.shares).isdisjoint(node.access.strides)
+        ]
+        # There is no memory for so many long rows that their number would not be an int.
+        self.kind = "int" if self.axis.extent >= LONG else "int64_t"
+        self.before = "program / shares" if self.tiles else ""
+
+    def source(self) -> list[str]:
+        self.indent = 1
+        self.on_chip()
+        self.share()
+        self.asking()
+        for accumulator in self.launch.shared:
+            self.begin_shared(accumulator)
+        if self.team.staged:
+            self.line("int stage = 0;")
+        with self.block(f"for ({self.kind} number = first; number < last; ++number)"):
+            self.body()
+            if self.team.staged and self.team.stages > 1:
+                self.line(f"stage = stage + 1 < {self.team.stages} ? stage + 1 : 0;")
+        self.leave()
+        return [*self.head(), *self.lines, "}"]
+
+    # -- before rows
+
+    def on_chip(self) -> None:
+        """A thread's elements, its slots, and where the team adds up."""
+        team = self.team
+        sizes = f"{team.threads}, {team.blocks}, {team.vectors}, {team.lanes}"
+        self.line(f"using Row = normpass::Row<{self.axis.extent}, {sizes}>;")
+        self.line("const Row row;")
+        self.line("ON_CHIP(chip);")
+        if team.together:
+            self.line(f"Exchange<scalar, Row, {team.together}> exchange(chip);")
+        first = team.exchange
+        for load in (*team.staged, *team.held):
+            name, stages = load.access.buffer.name, team.stages if load in team.staged else 1
+            kind = TYPES[load.access.buffer.dtype].cpp
+            self.line(f"const Slots<Row, {kind}, {stages}> slots_{name}(chip + {first});")
+            first += team.on_chip(load)
+        if team.blocks > 1:
+            self.line(f"gather<{team.blocks}>();")
+
+    def share(self) -> None:
+        """Which rows a team has."""
+        program = "blockIdx.x"
+        if self.team.blocks > 1:
+            program += f" / {self.team.blocks}"
+        if self.tiles:
+            self.line(f"const int64_t program = {program};")
+            self.line(f"const int64_t share = program % {SHARES};")
+            self.unravel(self.tiles, self.before)
+        else:
+            self.line(f"const int64_t share = {program};")
+        count = index_expression(product(axis.extent for axis in self.share_axes))
+        self.line(f"const int64_t rows = ({count} + {SHARES} - 1) / {SHARES};")
+        self.line(f"const {self.kind} first = share * rows < {count} ? share * rows : {count};")
+        self.line(f"const {self.kind} last = first + rows < {count} ? first + rows : {count};")
+        self.scalars()
+
+    def asking(self) -> None:
+        """What is on its way before the first row, and how later rows are asked for."""
+        team = self.team
+        for load in team.held:
+            with self.each_vector():
+                self.ask(load.access, "0")
+        if team.staged:
+            with self.block(f"const auto ask = [&]({self.kind} number, int stage, int k)", "};"):
+                self.indices()
+                for load in team.staged:
+                    self.ask(load.access, "stage")
+        if team.staged or team.held:
+            self.line(f"for (int stage = 0; stage < {team.stages}; ++stage)")
+            self.indent += 1
+            with self.each_vector():
+                if team.staged:
+                    self.line(
+                        "if (first + stage < last && row.has(k)) ask(first + stage, stage, k);"
+                    )
+                self.line("device::group();")
+            self.indent -= 1
+        if self.ahead:
+            names = ", ".join(f"next_{load.access.buffer.name} = 0" for load in self.ahead)
+            self.line(f"scalar {names};")
+            head = f"const auto ask_values = [&]({self.kind} number)"
+            with self.block(head, "};"):
+                self.indices()
+                for load in self.ahead:
+                    name = load.access.buffer.name
+                    self.line(f"next_{name} = get<scalar>({self.address(load.access)});")
+            self.line("if (first < last) ask_values(first);")
+
+    def ask(self, access: Access, stage: str) -> None:
+        """Begins to copy a vector of a tensor's row."""
+        name = access.buffer.name
+        where = f"{self.address(access, [self.axis.name])} + row.at(k)"
+        guard = "" if stage == "stage" else "if (row.has(k)) "
+        self.line(f"{guard}slots_{name}.ask({where}, {stage}, k);")
+
+    def each_vector(self):  # type: ignore[no-untyped-def]
+        """The loop over a thread's vectors."""
+        self.line(UNROLL)
+        return self.block("for (int k = 0; k < Row::vectors; ++k)")
+
+    def indices(self) -> None:
+        """Those of a row along each of the axes that rows are shared out along."""
+        self.unravel(self.share_axes, "number")
+
+    # -- rows
+
+    def body(self) -> None:
+        """One row: its values and its loops."""
+        self.indices()
+        for load in self.ahead:
+            name = load.access.buffer.name
+            text = f"next_{name}"
+            self.define(name, f"mask_of({text})" if name in self.truth else text)
+        if self.ahead:
+            self.line("if (number + 1 < last) ask_values(number + 1);")
+        sums, phase = groups(self.launch.body), 0
+        loops = [node for node in self.launch.body if isinstance(node, Loop)]
+        for node in self.launch.body:
+            if isinstance(node, Loop):
+                self.line(f"// {f'phase {phase}, ' if len(loops) > 1 else ''}over {node.axis.name}")
+                self.phase(node, is_first=phase == 0, is_last=phase == len(loops) - 1)
+                phase += 1
+                self.add_up([each.accumulator for each in sums[phase]])
+            else:
+                self.leaf(node)
+
+    def phase(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
+        """One loop over a row, vector by vector."""
+        names = [n.access.buffer.name for n in loop.body if isinstance(n, Load)]
+        stores = [n for n in loop.body if isinstance(n, Store) and self.is_along(n.access)]
+        with self.each_vector():
+            if (
+                is_first and self.slots
+            ):  # where there is one loop, a group is new in each turn of it
+                self.line(f"row.wait<{self.team.stages}>({'0' if is_last else 'k'});")
+            with self.block("if (row.has(k))"):
+                lanes = self.team.lanes
+                for name in names:
+                    stage = "0" if name in self.held_names() else "stage"
+                    kind = "bool" if name in self.truth else "scalar"
+                    self.line(f"{kind} {self.free.value[name]}[{lanes}];")
+                    self.line(f"slots_{name}.read({self.free.value[name]}, {stage}, k);")
+                for store in stores:
+                    self.line(f"scalar out_{store.access.buffer.name}[{lanes}];")
+                self.indexed |= set(names)
+                self.line(UNROLL)
+                with self.block(f"for (int j = 0; j < {lanes}; ++j)"):
+                    for node in loop.body:
+                        if not isinstance(node, Load):
+                            self.in_lanes(node)
+                self.indexed -= set(names)
+                for store in stores:
+                    where = f"{self.address(store.access, [self.axis.name])} + row.at(k)"
+                    self.line(f"Row::write({where}, out_{store.access.buffer.name});")
+                if is_last and self.team.staged:
+                    ahead = f"number + {self.team.stages}"
+                    self.line(f"if ({ahead} < last) ask({ahead}, stage, k);")
+            if is_last and self.slots:
+                self.line("device::group();")
+
+    def in_lanes(self, node: Node) -> None:
+        """A leaf of a loop over a row, of one element."""
+        match node:
+            case Compute(op):
+                self.compute(op)
+            case Accumulate(accumulator):
+                self.accumulate(accumulator)
+            case Store(output, access):
+                self.line(f"out_{access.buffer.name}[j] = {self.as_number(output.value)};")
+            case _:
+                raise AssertionError(f"expected an operation on elements of a row, found {node}")
+
+    def leaf(self, node: Leaf) -> None:
+        """What happens once for a row."""
+        match node:
+            case Load(access):
+                name = access.buffer.name
+                if node not in self.ahead:
+                    self.define(name, self.number_at(name, self.address(access)))
+            case Compute(op):
+                self.compute(op)
+            case Begin(accumulator) if not accumulator.shared:
+                neutral = f"{self.fn(accumulator)}::neutral<scalar>()"
+                self.line(f"scalar acc_{accumulator.op.name} = {neutral};")
+            case Accumulate(accumulator):
+                self.accumulate(accumulator)
+            case Finish(accumulator) if not accumulator.shared:
+                self.define(accumulator.op.name, f"acc_{accumulator.op.name}")
+            case Keep(value, _, _):
+                self.line(f"if (row.is_first()) *({self.kept(value)}) = {self.as_number(value)};")
+            case Recall(value, axes, _):
+                self.recall(value, axes)
+            case Store(output, access):
+                text = f"put({self.address(access)}, {self.as_number(output.value)});"
+                self.line(f"if (row.is_first()) {text}")
+
+    # -- sums
+
+    def fn(self, accumulator: Accumulator) -> str:
+        return REDUCTIONS[accumulator.op.fn].cpp
+
+    def is_along(self, access: Access) -> bool:
+        return self.axis.name in access.strides
+
+    def accumulate(self, accumulator: Accumulator) -> None:
+        name = f"acc_{accumulator.op.name}"
+        if self.axis.name in accumulator.axes:
+            name += f"[k * {self.team.lanes} + j]"
+        text = self.as_number(accumulator.operand)
+        self.line(f"accumulate<{self.fn(accumulator)}>({name}, {text});")
+
+    def add_up(self, accumulators: list[Accumulator]) -> None:
+        """Sums along a row over all of its team."""
+        if accumulators:
+            names = ", ".join(f"acc_{each.op.name}" for each in accumulators)
+            self.line(f"exchange.all<{', '.join(map(self.fn, accumulators))}>({names});")
+
+    def begin_shared(self, accumulator: Accumulator) -> None:
+        """A sum over the rows of a team, in registers."""
+        name = f"acc_{accumulator.op.name}"
+        neutral = f"{self.fn(accumulator)}::neutral<scalar>()"
+        if self.axis.name not in accumulator.axes:
+            self.line(f"scalar {name} = {neutral};")
+            return
+        self.line(f"scalar {name}[Row::elements];")
+        self.line(UNROLL)
+        self.line(f"for (scalar& sum : {name}) sum = {neutral};")
+
+    def leave(self) -> None:
+        """Writes a team's parts of the sums over rows."""
+        along = [each for each in self.launch.shared if self.axis.name in each.axes]
+        if along:
+            with self.each_vector(), self.block("if (row.has(k))"):
+                self.line(f"scalar part[{self.team.lanes}];")
+                for each in along:
+                    self.line(UNROLL)
+                    lanes, name = self.team.lanes, f"acc_{each.op.name}"
+                    text = f"part[j] = {name}[k * {lanes} + j];"
+                    self.line(f"for (int j = 0; j < {lanes}; ++j) {text}")
+                    self.line(f"Row::write({self.partial(each)} + row.at(k), part);")
+        for each in self.launch.shared:
+            if each in along:
+                continue
+            if self.axis.name in each.op.axes:
+                self.add_up([each])
+            self.line(f"if (row.is_first()) *({self.partial(each)}) = acc_{each.op.name};")
+        if self.team.blocks > 1:
+            self.line(f"gather<{self.team.blocks}>();")
+
+    def partial(self, accumulator: Accumulator) -> str:
+        """Where a team's own part is, or its first element along rows."""
+        index = "share"
+        for axis in self.tiles:
+            if axis.name not in accumulator.axes:
+                extent = index_expression(axis.extent)
+                index = f"({index} * {extent} + {self.index(axis.name)})"
+        strides = self.plan.array_strides(accumulator.axes)
+        left = {axis: step for axis, step in strides.items() if axis != self.axis.name}
+        return f"{self.part(accumulator, index)} + {self.offset(left)}".removesuffix(" + 0")
+
+    def held_names(self) -> set[str]:
+        return {load.access.buffer.name for load in self.team.held}

@@ -1,0 +1,265 @@
+// What generated CUDA C++ is written in, beside C++: what normpass.h is to the kernels of CPUs.
+//
+// The threads of a team (program/teams.py) have the same elements of every row: `Row` says which.
+// `Slots` are a thread's places on chip for them, and `Exchange` adds up over the team. Division
+// and square roots are rounded to nearest, and the largest of values of which one is NaN is NaN.
+
+#pragma once
+
+#include <cuda_device.cuh>
+
+// The types of elements that C++ has by these names in torch.
+namespace c10 {
+struct BFloat16 {
+  uint16_t bits;
+  BFloat16() = default;
+  __device__ explicit BFloat16(float x) : bits(normpass::device::bfloat16_of(x)) {}
+  __device__ explicit BFloat16(double x) : BFloat16(static_cast<float>(x)) {}
+  __device__ operator float() const { return normpass::device::float_of(uint32_t(bits) << 16); }
+};
+struct Half {
+  uint16_t bits;
+  Half() = default;
+  __device__ explicit Half(float x) : bits(normpass::device::half_of(x)) {}
+  __device__ explicit Half(double x) : Half(static_cast<float>(x)) {}
+  __device__ operator float() const { return normpass::device::float_of_half(bits); }
+};
+}  // namespace c10
+
+namespace normpass {
+
+constexpr int WARP = 32;
+
+// ---- numbers
+
+template <typename T> __device__ T neg_(T x) { return -x; }
+template <typename T> __device__ T abs_(T x) { return fabs(x); }
+template <typename T> __device__ T maximum_(T x, T y) { return x > y || x != x ? x : y; }
+template <typename T> __device__ T minimum_(T x, T y) { return x < y || x != x ? x : y; }
+template <typename T> __device__ T sqrt_(T x) { return sqrt(x); }
+template <typename T> __device__ T rsqrt_(T x) { return rsqrt(x); }
+template <typename T> __device__ T reciprocal_(T x) { return T(1) / x; }
+template <typename T> __device__ T pow_(T x, T y) { return pow(x, y); }
+template <typename T> __device__ T exp_(T x) { return exp(x); }
+template <typename T> __device__ T expm1_(T x) { return expm1(x); }
+template <typename T> __device__ T log_(T x) { return log(x); }
+template <typename T> __device__ T log1p_(T x) { return log1p(x); }
+template <typename T> __device__ T tanh_(T x) { return tanh(x); }
+template <typename T> __device__ T sigmoid_(T x) { return T(1) / (T(1) + exp(-x)); }
+template <typename T> __device__ T erf_(T x) { return erf(x); }
+template <typename T> __device__ T sin_(T x) { return sin(x); }
+template <typename T> __device__ T cos_(T x) { return cos(x); }
+template <typename T> __device__ T round_(T x) { return rint(x); }
+template <typename T> __device__ T floor_(T x) { return floor(x); }
+template <typename T> __device__ T ceil_(T x) { return ceil(x); }
+template <typename T> __device__ T trunc_(T x) { return trunc(x); }
+template <typename To, typename T> __device__ T round_to(T x) { return T(float(To(x))); }
+
+__device__ inline bool both_(bool x, bool y) { return x && y; }
+__device__ inline bool either_(bool x, bool y) { return x || y; }
+__device__ inline bool not_(bool x) { return !x; }
+template <typename T> __device__ T where_(bool which, T x, T y) { return which ? x : y; }
+template <typename T> __device__ bool mask_of(T x) { return x != T(0); }
+
+// ---- elements of tensors
+
+template <typename scalar, typename T> __device__ scalar number_of(T x) {
+  if constexpr (sizeof(T) == sizeof(uint16_t)) return scalar(float(x));
+  else return scalar(x);
+}
+template <typename T, typename scalar> __device__ T element_of(scalar x) {
+  if constexpr (sizeof(T) == sizeof(bool)) return T(x != scalar(0));
+  else return T(x);
+}
+template <typename scalar, typename T> __device__ scalar get(const T* from) {
+  return number_of<scalar>(*from);
+}
+template <typename T, typename scalar> __device__ void put(T* to, scalar x) {
+  *to = element_of<T>(x);
+}
+
+// ---- reductions
+
+struct Sum {
+  template <typename T> static __device__ T neutral() { return T(0); }
+  template <typename T> static __device__ T combine(T x, T y) { return x + y; }
+};
+struct Prod {
+  template <typename T> static __device__ T neutral() { return T(1); }
+  template <typename T> static __device__ T combine(T x, T y) { return x * y; }
+};
+struct Amax {
+  template <typename T> static __device__ T neutral() {
+    return -std::numeric_limits<T>::infinity();
+  }
+  template <typename T> static __device__ T combine(T x, T y) { return maximum_(x, y); }
+};
+struct Amin {
+  template <typename T> static __device__ T neutral() { return std::numeric_limits<T>::infinity(); }
+  template <typename T> static __device__ T combine(T x, T y) { return minimum_(x, y); }
+};
+
+template <typename Op, typename T> __device__ void accumulate(T& sum, T x) {
+  sum = Op::combine(sum, x);
+}
+
+// Over a warp; every thread gets the same bits.
+template <typename Op, typename T> __device__ T across(T x) {
+#pragma unroll
+  for (int bit = WARP / 2; bit > 0; bit /= 2) x = Op::combine(x, device::of_partner(x, bit));
+  return x;
+}
+
+// ---- rows
+
+// So many bytes, read and written in one instruction.
+template <int BYTES> struct Bytes;
+template <> struct Bytes<16> { using type = uint4; };
+template <> struct Bytes<8> { using type = uint2; };
+template <> struct Bytes<4> { using type = uint32_t; };
+template <> struct Bytes<2> { using type = uint16_t; };
+template <> struct Bytes<1> { using type = uint8_t; };
+template <int BYTES> using Vector = typename Bytes<BYTES>::type;
+
+// What a thread has of a row of so many COLUMNS: VECTORS of LANES neighbours. Those of the threads
+// of a block are neighbours, too.
+template <int COLUMNS, int THREADS, int BLOCKS, int VECTORS, int LANES>
+struct Row {
+  static constexpr int columns = COLUMNS, threads = THREADS, blocks = BLOCKS;
+  static constexpr int vectors = VECTORS, lanes = LANES, elements = VECTORS * LANES;
+  static constexpr int of_block = THREADS * VECTORS * LANES;
+  const int thread = threadIdx.x, block = BLOCKS > 1 ? blockIdx.x % BLOCKS : 0;
+
+  // The first element of a vector.
+  __device__ int at(int k) const { return block * of_block + (k * THREADS + thread) * LANES; }
+  // Whether there is one: the last vectors may lie beyond a row's end.
+  __device__ bool has(int k) const {
+    return COLUMNS == BLOCKS * of_block || at(k) < COLUMNS;
+  }
+  // Whether this thread does what is done once for a row.
+  __device__ bool is_first() const { return thread == 0 && block == 0; }
+
+  // Waits for one vector of everything that is read of a row, where each vector of each of STAGES
+  // rows is a group of its own.
+  template <int STAGES, int K = 0> __device__ static void wait(int k) {
+    if (k == K) {
+      device::wait<VECTORS * STAGES - 1 - K>();
+    } else if constexpr (K + 1 < VECTORS) {
+      wait<STAGES, K + 1>(k);
+    }
+  }
+
+  template <typename T, typename scalar>
+  __device__ static void write(T* to, const scalar (&values)[LANES]) {
+    constexpr int bytes = LANES * sizeof(T), piece = bytes < 16 ? bytes : 16;
+    alignas(16) T elements[LANES];
+#pragma unroll
+    for (int j = 0; j < LANES; ++j) elements[j] = element_of<T>(values[j]);
+#pragma unroll
+    for (int p = 0; p < bytes / piece; ++p)
+      reinterpret_cast<Vector<piece>*>(to)[p] = reinterpret_cast<Vector<piece>*>(elements)[p];
+  }
+};
+
+// A thread's places on chip for its elements of a tensor's rows, of which STAGES are there or on
+// their way. No other thread looks there. The pieces that a warp reads at a time are neighbours.
+template <typename Row, typename T, int STAGES>
+struct Slots {
+  static constexpr int bytes = Row::lanes * sizeof(T), piece = bytes < 16 ? bytes : 16;
+  static constexpr int pieces = bytes / piece;
+  static constexpr int size = STAGES * Row::of_block * sizeof(T);
+  unsigned char* const first;
+  __device__ explicit Slots(unsigned char* on_chip) : first(on_chip + threadIdx.x * piece) {}
+
+  __device__ unsigned char* slot(int stage, int k, int p) const {
+    return first + ((stage * Row::vectors + k) * pieces + p) * Row::threads * piece;
+  }
+  // Begins to copy a vector. from: where it lies in memory.
+  __device__ void ask(const T* from, int stage, int k) const {
+#pragma unroll
+    for (int p = 0; p < pieces; ++p)
+      device::copy<piece>(slot(stage, k, p), reinterpret_cast<const unsigned char*>(from) +
+                                                 p * piece);
+  }
+  // A vector that has come, as numbers or truth values.
+  template <typename scalar>
+  __device__ void read(scalar (&values)[Row::lanes], int stage, int k) const {
+    alignas(16) T elements[Row::lanes];
+#pragma unroll
+    for (int p = 0; p < pieces; ++p)
+      reinterpret_cast<Vector<piece>*>(elements)[p] =
+          *reinterpret_cast<const Vector<piece>*>(slot(stage, k, p));
+#pragma unroll
+    for (int j = 0; j < Row::lanes; ++j) values[j] = number_of<scalar>(elements[j]);
+  }
+};
+
+// Adds up over a team, in the same order every time. All threads of it get the same bits. Each warp
+// writes its sum to every block, and each warp adds up what all of them have written: one barrier.
+// Two sums after each other take turns in where they are written.
+template <typename scalar, typename Row, int TOGETHER>
+struct Exchange {
+  static constexpr int warps = Row::threads / WARP, parts = warps * Row::blocks;
+  scalar* const first;
+  int turn = 0;
+  __device__ explicit Exchange(unsigned char* on_chip) : first(reinterpret_cast<scalar*>(on_chip)) {}
+
+  template <typename... Ops, typename... Values> __device__ void all(Values&... values) {
+    static_assert(sizeof...(Values) <= TOGETHER, "more sums than there is room for");
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    scalar* const here = first + turn * TOGETHER * parts;
+    turn ^= 1;
+    ((values = across<Ops>(values)), ...);
+    if constexpr (parts > 1) {
+      int n = 0;
+      if constexpr (Row::blocks > 1) {
+        const int mine = (blockIdx.x % Row::blocks) * warps + warp;
+        if (lane < Row::blocks)
+          (device::put_in_block(here + n++ * parts + mine, lane, values), ...);
+        device::cluster_barrier();
+      } else {
+        if (lane == 0) ((here[n++ * parts + warp] = values), ...);
+        device::block_barrier();
+      }
+      n = 0;
+      ((values = combined<Ops>(here + n++ * parts, lane)), ...);
+    }
+  }
+
+  template <typename Op> __device__ static scalar combined(const scalar* sums, int lane) {
+    scalar sum = Op::template neutral<scalar>();
+#pragma unroll
+    for (int part = 0; part < parts; part += WARP)
+      if (part + lane < parts) sum = Op::combine(sum, sums[part + lane]);
+    return across<Op>(sum);
+  }
+};
+
+// Before blocks of a cluster use each other's memory, and before the first of them ends.
+template <int BLOCKS> __device__ void gather() {
+  if constexpr (BLOCKS > 1) device::cluster_barrier();
+}
+
+// ---- partial results
+
+// Adds up one element's parts, which lie `apart` from each other: the warps of a block take turns,
+// and the first one adds up what they have. Always in the same order.
+template <typename Op, int THREADS, typename scalar>
+__device__ scalar combine(const scalar* part, int64_t parts, int64_t apart, bool there,
+                          scalar* on_chip) {
+  constexpr int warps = THREADS / WARP;
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  scalar sum = Op::template neutral<scalar>();
+#pragma unroll 4
+  for (int64_t k = warp; k < parts; k += warps)
+    if (there) sum = Op::combine(sum, part[k * apart]);
+  device::block_barrier();  // what was combined before has been read
+  on_chip[warp * WARP + lane] = sum;
+  device::block_barrier();
+  sum = on_chip[lane];
+#pragma unroll
+  for (int k = 1; k < warps; ++k) sum = Op::combine(sum, on_chip[k * WARP + lane]);
+  return sum;
+}
+
+}  // namespace normpass

@@ -1,0 +1,115 @@
+"""Kernels of CUDA C++ on a GPU, by NVIDIA's driver.
+
+Its Python bindings (`cuda.bindings`, checked on 13.0) come with torch's CUDA builds from 2.11 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normpass.backend.run import nvrtc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from normpass.backend.codegen.cuda import CudaSource
+    from normpass.backend.program.teams import Team
+
+
+class DriverError(RuntimeError):
+    """What the driver says of a call that failed."""
+
+
+def build(source: CudaSource, device: torch.device) -> Mapping[str, Function]:
+    """The kernels of a module on a device, which is the current one, by name.
+
+    Raises:
+        ImportError: without the bindings.
+        CompileError: if the text cannot be compiled.
+        DriverError: if the device does not take it.
+    """
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    code = nvrtc.compiled(source.text, 10 * major + minor)
+    torch.cuda.current_stream(device)  # the device's context is there from now on
+    module = checked(driver.cuModuleLoadData(code))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return {
+        kernel.name: Function(
+            checked(driver.cuModuleGetFunction(module, kernel.name.encode())),
+            *(kernel.team, processors),
+        )
+        for kernel in source.kernels
+    }
+
+
+class Function:
+    """A kernel that is loaded. teams: how many of them run at once. spilled: bytes of memory that a
+    thread has for registers that do not suffice.
+    """
+
+    def __init__(self, function: Any, team: Team, processors: int) -> None:
+        from cuda.bindings import driver
+
+        self.function, self.team, self._launch = function, team, driver.cuLaunchKernel
+        shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        checked(driver.cuFuncSetAttribute(function, shared, team.shared))
+        local = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        self.spilled = checked(driver.cuFuncGetAttribute(local, function))
+        self.teams = self._clusters() if team.blocks > 1 else processors * self._blocks()
+
+    def _blocks(self) -> int:
+        """How many blocks run at once on a multiprocessor."""
+        from cuda.bindings import driver
+
+        team = self.team
+        found = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            self.function, team.threads, team.shared
+        )
+        return max(1, checked(found))
+
+    def _clusters(self) -> int:
+        """How many clusters run at once on the device: those whose blocks find room beside each
+        other.
+        """
+        from cuda.bindings import driver
+
+        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = self.team.blocks, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.team.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.team.threads, 1, 1
+        config.sharedMemBytes = self.team.shared
+        config.attrs, config.numAttrs = [attribute], 1
+        return max(1, checked(driver.cuOccupancyMaxActiveClusters(self.function, config)))
+
+    def __call__(self, blocks: int, arguments: Sequence[int]) -> None:
+        """Launches it on the current stream. arguments: 8 bytes each."""
+        count, each = len(arguments), ctypes.sizeof(ctypes.c_int64)
+        values = (ctypes.c_int64 * count)(*arguments)
+        first = ctypes.addressof(values)
+        addresses = (ctypes.c_void_p * count)(*range(first, first + count * each, each))
+        stream = torch.cuda.current_stream().cuda_stream
+        checked(
+            self._launch(
+                *(self.function, blocks, 1, 1, self.team.threads, 1, 1, self.team.shared, stream),
+                *(ctypes.addressof(addresses), 0),
+            )
+        )
+
+
+def checked(answer: tuple[Any, ...]) -> Any:
+    """What a call returns besides its status.
+
+    Raises:
+        DriverError: if that is not success.
+    """
+    status, *values = answer
+    if status.value:
+        raise DriverError(f"CUDA driver: {status.name}")
+    return values[0] if values else None

@@ -1,0 +1,304 @@
+"""CUDA C++ without a GPU: its kernels compute on a CPU what their regions mean."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import cuda_on_cpu
+import pytest
+import random_regions
+import torch
+import triton_cases
+import triton_oracles as mathematics
+import triton_regions as regions
+from bounded import assert_within, evaluate
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from snapshots import assert_snapshot
+from triton_cases import Case
+from triton_regions import fill
+
+from normpass.backend.codegen.cuda import CudaSource, generate
+from normpass.backend.program.launches import UnsupportedPlanError
+from normpass.backend.program.listing import listing
+from normpass.backend.program.machine import cuda_machine
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.launch_cuda import CudaKernel
+from normpass.passes.region import product
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from normpass.backend.program.machine import Machine
+    from normpass.backend.run.gpu_kernel import GpuKernel
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the threads of a GPU are fibers of Linux"
+)
+
+# A GPU; one whose rows take several blocks, and one that has a row at a time.
+MACHINES = {
+    "H200": cuda_machine(90),
+    "clusters": cuda_on_cpu.small(threads=32, blocks=4, of_thread=32),
+    "one row": cuda_on_cpu.small(shared=1200),
+}
+CASES = {
+    case.name: case
+    for family in ("norms", "examples", "channels", "others")
+    for case in triton_cases.FAMILIES[family]()
+}
+MASKED = Case("masked rows", fill(regions.MASKED, c="64"), ((5,),), mathematics.masked)
+# What CUDA C++ is written for. Of others rows have a length known at run time only, or one element,
+# or elements that lie apart, or begin where nothing can be copied from; or sums are not over rows.
+NORMS = ("layer_norm", "layer_norm_backward", "rms_norm_backward", "softmax", "softmax_backward")
+WRITTEN = {
+    *(
+        f"{norm} {kind}"
+        for norm in (*NORMS, "three_levels")
+        for kind in ("f32", "f64", "bf16", "f16", "bf16 with f32 weights", "static")
+    ),
+    *(f"modulated_backward {kind}" for kind in ("f32", "f64", "bf16")),
+    *("batch_norm_backward f32", "batch_norm_backward f64"),
+    *("softmax of NaN", "softmax of Inf", "extremes", "names", "three_levels one column"),
+}
+# Those that are run each time; the others are compiled from the same text but for its types.
+SHORT = ("f32", "bf16", "NaN", "Inf", "extremes", "names", "three_levels one column")
+
+
+def kernel_of(text: str, machine: Machine) -> CudaKernel:
+    return cuda_on_cpu.kernel_of(parse(text), machine)
+
+
+def check(case: Case, machine: Machine) -> None:
+    kernel = kernel_of(case.text, machine)
+    for sizes in case.sizes:
+        triton_cases.compare(case, kernel, sizes, "cpu", case.oracle)
+
+
+def variants() -> list[object]:
+    """Cases and machines: of those that differ in types alone, some."""
+    found = []
+    for name in sorted(WRITTEN):
+        for machine in MACHINES:
+            is_short = name.endswith(SHORT) and machine == "H200"
+            is_short |= name in ("layer_norm_backward f32", "layer_norm bf16", "three_levels f32")
+            marks = [] if is_short else [pytest.mark.sweep]
+            found.append(pytest.param(name, machine, marks=marks))
+    return found
+
+
+def test_what_is_written_in_cuda() -> None:
+    def is_written(case: Case) -> bool:
+        try:
+            return bool(generate(make_plan(parse(case.text), MACHINES["H200"])))
+        except UnsupportedPlanError as refusal:
+            reasons.append(str(refusal))
+            return False
+
+    reasons: list[str] = []
+    assert {name for name, case in CASES.items() if is_written(case)} == WRITTEN
+    assert all("in CUDA C++: expected" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("name", "machine"), variants())
+def test_kernels_compute_what_their_regions_mean(name: str, machine: str) -> None:
+    refusal = ""
+    try:
+        check(CASES[name], MACHINES[machine])
+    except UnsupportedPlanError as error:
+        refusal = str(error)
+    assert not refusal or ("blocks hold" in refusal and machine != "H200")
+
+
+def test_rows_with_a_mask() -> None:
+    """Whose elements of one byte go on chip four at a time."""
+    check(MASKED, MACHINES["H200"])
+
+
+@pytest.mark.parametrize(
+    ("name", "c", "t", "blocks"),
+    [
+        ("layer_norm_backward", "65536", "bf16", 4),
+        ("layer_norm_backward", "131072", "f32", 8),
+        ("layer_norm_backward", "12300", "f32", 2),
+        ("layer_norm_forward", "65536", "f64", 8),
+    ],
+)
+def test_long_rows(name: str, c: str, t: str, blocks: int) -> None:
+    text = fill(getattr(regions, name.upper()), c=c, t=t)
+    oracle = getattr(mathematics, name.removesuffix("_forward"))
+    kernel = kernel_of(text, MACHINES["H200"])
+    assert kernel.source.kernels[0].team.blocks == blocks
+    triton_cases.compare(Case(f"{name} {c}", text, ((4,),), oracle), kernel, (4,), "cpu", oracle)
+
+
+def random_kernels(count: int) -> list[tuple[random_regions.Case, str]]:
+    """The first so many of a row of random regions that are written over rows, and machines."""
+    found: list[tuple[random_regions.Case, str]] = []
+
+    @settings(
+        max_examples=100 * count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(random_regions.cases(), st.sampled_from(sorted(MACHINES)))
+    def collect(case: random_regions.Case, machine: str) -> None:
+        if len(found) < count:
+            with suppress(UnsupportedPlanError):
+                plan = make_plan(case.region, MACHINES[machine])
+                if any(launch.inner for launch in plan.launches):
+                    found.append((case, machine))
+
+    collect()
+    return found
+
+
+@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 12])
+def test_kernels_compute_random_regions(examples: int) -> None:
+    kernels = random_kernels(examples)
+    assert len(kernels) == examples
+    for case, machine in kernels:
+        kernel = cuda_on_cpu.kernel_of(case.region, MACHINES[machine])
+        for extents in case.extents:
+            if product(extents.values()) > 20_000:
+                continue  # too many elements for threads that take turns
+            sizes = case.sizes(extents)
+            inputs = random_regions.tensors(case, extents)
+            expected = evaluate(case.region, inputs, sizes)
+            for output, ours, want in zip(
+                case.region.outputs, kernel(inputs, sizes), expected, strict=True
+            ):
+                what = f"{output.buffer.name}, sizes {extents}, {machine}\n{case.region}\n"
+                assert_within(ours, want, what)
+
+
+# ---- tensors
+
+
+def test_rows_that_begin_elsewhere_are_copied_first() -> None:
+    kernel = kernel_of(fill(regions.SOFTMAX, c="64"), MACHINES["H200"])
+    x = torch.randn(5 * 64 + 1)[1:].view(5, 64)
+    assert x.data_ptr() % 16
+    (y,) = kernel([x], [5])
+    torch.testing.assert_close(y, torch.softmax(x, 1))
+
+
+def test_sums_have_the_same_bits_every_time() -> None:
+    text = fill(regions.LAYER_NORM_BACKWARD, c="96")
+    kernel = kernel_of(text, MACHINES["H200"])
+    region = parse(text)
+    inputs = list(
+        triton_cases.make_inputs(CASES["layer_norm f32"], region, {"r": 11, "c": 96}).values()
+    )
+    first, again = kernel(inputs, [11]), kernel(inputs, [11])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.usefixtures("faults_are_meant")
+def test_where_it_cannot_be_built_triton_takes_over(caplog: pytest.LogCaptureFixture) -> None:
+    region = parse(fill(regions.SOFTMAX, c="64"))
+    taken: list[object] = []
+
+    def refuse(source: CudaSource, device: torch.device) -> dict[str, object]:
+        raise RuntimeError("NVRTC: no such architecture")
+
+    def other() -> GpuKernel:
+        def kernel(inputs: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+            taken.append(sizes)
+            return [torch.softmax(inputs[0], 1)]
+
+        return kernel  # type: ignore[return-value]
+
+    kernel = CudaKernel(region, MACHINES["H200"], (), refuse, other)  # type: ignore[arg-type]
+    x = torch.randn(5, 64)
+    for _ in range(2):
+        torch.testing.assert_close(kernel([x], [5])[0], torch.softmax(x, 1))
+    assert taken == [[5], [5]]
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("normpass")]
+    assert "its CUDA kernel could not be built: NVRTC: no such architecture" in warning
+
+
+# ---- the tests' own GPU
+
+
+BROKEN = """
+import sys
+import cuda_on_cpu
+import torch
+from normpass.backend.codegen.cuda import CudaSource
+from normpass.backend.program.machine import cuda_machine
+from normpass.backend.run.launch_cuda import CudaKernel
+from normpass.passes.region_text import parse
+from triton_regions import SOFTMAX, fill
+
+def build(source, device):
+    assert sys.argv[1] in source.text
+    text = source.text.replace(*sys.argv[1:3])
+    return cuda_on_cpu.build(CudaSource(text, source.kernels), device)
+
+machine = cuda_on_cpu.small(threads=32, blocks=4, of_thread=32)
+kernel = CudaKernel(parse(fill(SOFTMAX, c="128")), machine, (), build, None)
+x = torch.randn(20, 128)
+torch.testing.assert_close(kernel([x], [20])[0], torch.softmax(x, 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "found"),
+    [
+        ("row.wait<2>(k);", "", "Tensor-likes are not close"),
+        (
+            "if (number + 2 < last) ask(number + 2",
+            "if (number + 2 < last) ask(number + 1",
+            "not close",
+        ),
+        (
+            "exchange.all<Sum>(",
+            "if (row.is_first()) exchange.all<Sum>(",
+            "wait for different things",
+        ),
+        ("slots_x(chip + ", "slots_x(chip + 8 + ", "does not begin at a multiple"),
+        ("slots_x(chip + ", "slots_x(chip + 64 + ", "beyond its block's memory"),
+    ],
+)
+def test_faults_are_found(text: str, instead: str, found: str) -> None:
+    """A kernel that is wrong on a GPU is wrong here."""
+    folder = os.path.dirname(cuda_on_cpu.__file__)
+    environment = {**os.environ, "PYTHONPATH": folder}
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN, text, instead],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert found in done.stderr, done.stderr
+
+
+# ---- text
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "changed"),
+    [
+        ("layer_norm_backward", "LAYER_NORM_BACKWARD", {"c": "65536", "t": "bf16", "w": "f32"}),
+        ("layer_norm", "LAYER_NORM_FORWARD", {"c": "16384", "t": "bf16"}),
+        ("modulated_backward", "MODULATED_BACKWARD", {"c": "4096", "t": "bf16"}),
+    ],
+)
+def test_snapshot(file: str, name: str, changed: dict[str, str]) -> None:
+    plan = make_plan(parse(fill(getattr(regions, name), **changed)), MACHINES["H200"])
+    text = "".join(f"// {line}\n" for line in listing(plan).splitlines())
+    assert_snapshot(f"cuda/{file}.txt", f"{text}\n{generate(plan).text}")
+
+
+def test_names_of_cpp_are_no_names_of_values() -> None:
+    text = fill(regions.SOFTMAX, c="64").replace("top", "class").replace("less", "row")
+    case = Case("words", text, ((3,),), mathematics.softmax)
+    check(case, MACHINES["H200"])

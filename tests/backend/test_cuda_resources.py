@@ -1,0 +1,97 @@
+"""What kernels in CUDA C++ take of a GPU, compiled ahead of time for three generations: registers,
+shared memory, and nothing that spills.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import cuda_on_cpu
+import pytest
+from snapshots import assert_snapshot
+from triton_ahead import needs_triton, usage
+
+from normpass.backend.codegen.cuda import generate
+from normpass.backend.program.launches import UnsupportedPlanError
+from normpass.backend.run import nvrtc
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from normpass.backend.program.tree import Plan
+
+needs_nvrtc = pytest.mark.skipif(
+    nvrtc.version() is None, reason="needs NVIDIA's run-time compiler, and it is not installed"
+)
+RECORDED_WITH = (13, 5)  # other compilers need other registers
+CAPABILITIES = (80, 90, 100)
+NORMS = ("layer_norm_forward", "layer_norm_backward", "rms_norm_backward", "softmax_backward")
+WIDTHS = ("1024", "4096", "12288", "16384", "65536", "131072")
+DTYPES = ({"t": "bf16", "w": "f32"}, {"t": "f16"}, {"t": "f32"}, {"t": "f64"})
+
+
+def resources(plan: Plan, capability: int, folder: Path) -> str:
+    """What a plan's kernel over rows takes as a GPU runs it: for fewer blocks at once where its
+    registers would not suffice. None of its kernels spills.
+    """
+    team, programs = plan.launches[0].team, dict[int, int]()
+    assert team
+    for at_once in range(team.programs, 0, -1):
+        source = generate(plan, programs)
+        taken = usage(nvrtc.compiled(source.text, capability), folder)
+        registers, spilled = taken[source.kernels[0].name]
+        if not spilled:
+            break
+        programs[0] = at_once - 1
+    assert not any(stack for _, stack in taken.values()), (source.text, taken)
+    return (
+        f"{team.blocks} x {team.threads} threads, {source.kernels[0].team.programs} at once, "
+        f"{registers} registers, {team.shared} bytes shared"
+    )
+
+
+@needs_nvrtc
+@needs_triton  # whose cuobjdump tells
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("name", [*NORMS, "modulated_backward", "three_levels"])
+def test_resources(name: str, tmp_path: Path) -> None:
+    lines = []
+    for types in DTYPES:
+        for width in WIDTHS:
+            for capability in CAPABILITIES:
+                with suppress(UnsupportedPlanError):  # rows that no team of that GPU holds
+                    plan = cuda_on_cpu.plan_of(name, capability, c=width, **types)
+                    found = f"{' '.join(types.values()):<8} {width:>6}  sm_{capability}"
+                    lines.append(f"{found}  {resources(plan, capability, tmp_path)}")
+    if nvrtc.version() == RECORDED_WITH:
+        assert_snapshot(f"cuda/resources/{name}.txt", "\n".join(lines) + "\n")
+
+
+@needs_nvrtc
+def test_what_the_compiler_says_is_in_the_error() -> None:
+    with pytest.raises(nvrtc.CompileError, match='identifier "nonsense" is undefined'):
+        nvrtc.compiled("int x = nonsense;", 90)
+
+
+@needs_nvrtc
+def test_what_was_compiled_is_found_again(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = generate(cuda_on_cpu.plan_of("softmax", c="1024")).text
+    code = nvrtc.compiled(text, 90)
+    assert [each.suffix for each in (fresh_cache / "normpass" / "cuda").iterdir()] == [".cubin"]
+    monkeypatch.setattr(nvrtc, "_compile", None)
+    assert nvrtc.compiled(text, 90) == code
+
+
+def test_without_the_compiler_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("Failure finding libnvrtc.so")
+
+    monkeypatch.setattr(nvrtc, "_nvrtc", missing)
+    nvrtc.version.cache_clear()
+    try:
+        assert nvrtc.version() is None
+    finally:
+        nvrtc.version.cache_clear()

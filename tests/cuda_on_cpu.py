@@ -1,0 +1,99 @@
+"""CUDA C++ without a GPU: built for a CPU, where its threads are fibers
+(cuda_on_cpu/cuda_device.cuh).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import triton_regions
+
+from normpass.backend.program.machine import cuda_machine
+from normpass.backend.program.plan import make_plan
+from normpass.backend.run.launch_cuda import CudaKernel
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from normpass.backend.codegen.cuda import CudaSource
+    from normpass.backend.codegen.cuda_names import Kernel
+    from normpass.backend.program.machine import Machine
+    from normpass.backend.program.sizes import SizeClass
+    from normpass.backend.program.tree import Plan
+    from normpass.passes.region import Region
+
+HEADERS = Path(__file__).parents[1] / "backend" / "codegen"
+FIBERS = Path(__file__).parent / "cuda_on_cpu"
+# Teams that run at once, so that rows are shared out.
+TEAMS = 3
+
+
+def plan_of(name: str, capability: int = 90, **changed: str) -> Plan:
+    """A region of triton_regions, planned for CUDA C++; see its `fill`."""
+    text = triton_regions.fill(getattr(triton_regions, name.upper()), **changed)
+    return make_plan(parse(text), cuda_machine(capability))
+
+
+class OnCpu:
+    """A kernel of a module that was built for a CPU."""
+
+    def __init__(self, library: ctypes.CDLL, kernel: Kernel) -> None:
+        self.run = getattr(library, f"run_{kernel.name}")
+        self.run.argtypes = (ctypes.c_int64, ctypes.c_void_p)
+        self.teams, self.spilled = TEAMS, 0
+
+    def __call__(self, blocks: int, arguments: Sequence[int]) -> None:
+        values = (ctypes.c_int64 * len(arguments))(*arguments)
+        first, each = ctypes.addressof(values), ctypes.sizeof(ctypes.c_int64)
+        self.run(
+            blocks,
+            (ctypes.c_void_p * len(arguments))(*(first + k * each for k in range(len(arguments)))),
+        )
+
+
+def build(source: CudaSource, device: torch.device) -> Mapping[str, Any]:
+    """The functions of a module, by name, for tensors of a CPU."""
+    text = source.text
+    for kernel in source.kernels:
+        team = kernel.team
+        text += (
+            f'extern "C" void run_{kernel.name}(int64_t grid, void* const* arguments) {{\n'
+            f"  host::launch({kernel.name}, grid, {team.threads}, {team.blocks}, {team.shared}, "
+            "arguments);\n}\n"
+        )
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = Path(tempfile.mkdtemp())
+    file = folder / f"{name}.cpp"
+    file.write_text(text)
+    library = folder / f"{name}.so"
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-shared", "-fPIC", "-w"]
+    command += ["-ffp-contract=off", f"-I{FIBERS}", f"-I{HEADERS}", str(file), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{text}\n{done.stderr[:3000]}"
+    return {k.name: OnCpu(ctypes.CDLL(str(library)), k) for k in source.kernels}
+
+
+def kernel_of(region: Region, machine: Machine, classes: tuple[SizeClass, ...] = ()) -> CudaKernel:
+    """A region's CUDA C++ for tensors of a CPU."""
+
+    def otherwise() -> Any:
+        raise AssertionError("the kernel could not be built")
+
+    return CudaKernel(region, machine, classes, build, otherwise)
+
+
+def small(**numbers: int) -> Machine:
+    """A GPU whose blocks have so little of something that short rows take clusters."""
+    machine = cuda_machine(90)
+    assert machine.clusters
+    return replace(machine, clusters=replace(machine.clusters, **numbers))

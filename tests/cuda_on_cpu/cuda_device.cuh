@@ -1,0 +1,258 @@
+// A GPU's threads on a CPU, for tests: what backend/codegen/cuda_device.cuh says in a GPU's own
+// instructions. Each thread of a cluster is a fiber; they run one after the other until all have
+// come to where they wait for each other.
+//
+// It is stricter than a GPU. What has not been waited for is not there, what lies beyond a block's
+// memory or at a place that a copy cannot begin at is an error, and so is a thread that waits for
+// others that wait for something else.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define CLUSTER(blocks)
+#define ON_CHIP(name) unsigned char* const name = normpass::host::here->block->chip()
+#define threadIdx (normpass::host::here->index_of_thread)
+#define blockIdx (normpass::host::here->block->index_of_block)
+
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+
+namespace normpass {
+
+using std::abs;
+using std::ceil;
+using std::cos;
+using std::erf;
+using std::exp;
+using std::expm1;
+using std::fabs;
+using std::floor;
+using std::log;
+using std::log1p;
+using std::pow;
+using std::rint;
+using std::sin;
+using std::sqrt;
+using std::tanh;
+using std::trunc;
+template <typename T> T rsqrt(T x) { return T(1) / std::sqrt(x); }
+
+namespace host {
+
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "a kernel went wrong: %s\n", what);
+  std::abort();
+}
+
+struct Index { unsigned x; };
+enum class Waits { no, warp, block, cluster, done };
+struct Copy { void* to; const void* from; int bytes; };
+
+constexpr unsigned char FILLED = 0xff;  // not a number, whatever its type
+constexpr std::size_t STACK = 64 * 1024, BEYOND = 256;
+
+struct Block {
+  Index index_of_block;
+  std::size_t size;
+  std::vector<unsigned char> memory;
+  Block(unsigned index, std::size_t size)
+      : index_of_block{index}, size(size), memory(size + BEYOND + 16, FILLED) {}
+  unsigned char* chip() {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+    return memory.data() + (16 - address % 16) % 16;
+  }
+  void check() {
+    for (std::size_t k = 0; k < BEYOND; ++k)
+      if (chip()[size + k] != FILLED) fail("it wrote beyond its block's memory");
+  }
+};
+
+struct Thread {
+  Index index_of_thread;
+  Block* block;
+  std::vector<std::unique_ptr<Block>>* cluster;
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[STACK]};
+  Waits waits = Waits::no;
+  uint64_t shown = 0;  // to the other threads of its warp
+  std::vector<Copy> copies;
+  std::deque<std::vector<Copy>> groups;
+  Thread* warp = nullptr;  // its warp's first thread
+};
+
+inline thread_local Thread* here = nullptr;
+inline thread_local ucontext_t scheduler;
+inline thread_local void (*run_kernel)() = nullptr;
+
+inline void wait_for(Waits others) {
+  Thread* const me = here;
+  me->waits = others;
+  swapcontext(&me->context, &scheduler);
+}
+
+inline void fiber() {
+  run_kernel();
+  here->waits = Waits::done;
+}
+
+// Lets go of the threads from `first` on if all of them wait for each other.
+inline bool release(std::vector<Thread>& all, std::size_t first, std::size_t count, Waits others) {
+  for (std::size_t k = first; k < first + count; ++k)
+    if (all[k].waits != others) return false;
+  for (std::size_t k = first; k < first + count; ++k) all[k].waits = Waits::no;
+  return true;
+}
+
+inline void run_cluster(unsigned first, int threads, int blocks, std::size_t shared) {
+  std::vector<std::unique_ptr<Block>> cluster;
+  for (int b = 0; b < blocks; ++b) cluster.push_back(std::make_unique<Block>(first + b, shared));
+  std::vector<Thread> all(threads * blocks);
+  for (int k = 0; k < threads * blocks; ++k) {
+    Thread& one = all[k];
+    one.index_of_thread.x = k % threads;
+    one.block = cluster[k / threads].get();
+    one.cluster = &cluster;
+    one.warp = &all[k - k % 32];
+    getcontext(&one.context);
+    one.context.uc_stack.ss_sp = one.stack.get();
+    one.context.uc_stack.ss_size = STACK;
+    one.context.uc_link = &scheduler;
+    makecontext(&one.context, fiber, 0);
+  }
+  while (true) {
+    std::size_t done = 0;
+    for (Thread& one : all) {
+      if (one.waits == Waits::no) {
+        here = &one;
+        swapcontext(&scheduler, &one.context);
+      }
+      done += one.waits == Waits::done;
+    }
+    if (done == all.size()) break;
+    bool any = release(all, 0, all.size(), Waits::cluster);
+    for (std::size_t k = 0; k < all.size(); k += threads)
+      any |= release(all, k, threads, Waits::block);
+    for (std::size_t k = 0; k < all.size(); k += 32) any |= release(all, k, 32, Waits::warp);
+    if (!any) fail("its threads wait for different things");
+  }
+  for (auto& block : cluster) block->check();
+}
+
+template <typename... Arguments, std::size_t... K>
+void launch(void (*kernel)(Arguments...), std::index_sequence<K...>, int64_t grid, int threads,
+            int blocks, int64_t shared, void* const* arguments) {
+  static thread_local void (*function)(Arguments...);
+  static thread_local void* const* given;
+  function = kernel;
+  given = arguments;
+  run_kernel = [] { function(*static_cast<std::remove_reference_t<Arguments>*>(given[K])...); };
+  for (int64_t first = 0; first < grid; first += blocks) run_cluster(first, threads, blocks, shared);
+}
+
+// Runs a kernel. grid: blocks. arguments: the address of each.
+template <typename... Arguments>
+void launch(void (*kernel)(Arguments...), int64_t grid, int threads, int blocks, int64_t shared,
+            void* const* arguments) {
+  launch(kernel, std::index_sequence_for<Arguments...>(), grid, threads, blocks, shared,
+         arguments);
+}
+
+}  // namespace host
+
+namespace device {
+
+template <int BYTES> void copy(void* on_chip, const void* memory) {
+  host::Thread& me = *host::here;
+  if (reinterpret_cast<std::uintptr_t>(memory) % BYTES || reinterpret_cast<std::uintptr_t>(on_chip) % BYTES)
+    host::fail("a copy does not begin at a multiple of its bytes");
+  const auto offset = static_cast<unsigned char*>(on_chip) - me.block->chip();
+  if (offset < 0 || offset + BYTES > static_cast<std::ptrdiff_t>(me.block->size))
+    host::fail("a copy goes beyond its block's memory");
+  std::memset(on_chip, host::FILLED, BYTES);
+  me.copies.push_back({on_chip, memory, BYTES});
+}
+
+inline void group() {
+  host::here->groups.push_back(std::move(host::here->copies));
+  host::here->copies.clear();
+}
+
+template <int GROUPS> void wait() {
+  auto& groups = host::here->groups;
+  for (; groups.size() > GROUPS; groups.pop_front())
+    for (const host::Copy& each : groups.front()) std::memcpy(each.to, each.from, each.bytes);
+}
+
+template <typename T> T of_partner(T value, int bit) {
+  host::Thread& me = *host::here;
+  std::memcpy(&me.shown, &value, sizeof value);
+  host::wait_for(host::Waits::warp);
+  const host::Thread& other = me.warp[(me.index_of_thread.x % 32) ^ bit];
+  std::memcpy(&value, &other.shown, sizeof value);
+  host::wait_for(host::Waits::warp);
+  return value;
+}
+
+inline void block_barrier() { host::wait_for(host::Waits::block); }
+inline void cluster_barrier() { host::wait_for(host::Waits::cluster); }
+
+template <typename T> void put_in_block(T* on_chip, int block, T value) {
+  host::Thread& me = *host::here;
+  const auto offset = reinterpret_cast<unsigned char*>(on_chip) - me.block->chip();
+  std::memcpy((*me.cluster)[block]->chip() + offset, &value, sizeof value);
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof x);
+  return bits;
+}
+inline uint16_t bfloat16_of(float x) {
+  const uint32_t bits = bits_of(x);
+  if (x != x) return 0x7fff;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint16_t half_of(float x) {
+  const uint16_t sign = bits_of(x) >> 16 & 0x8000;
+  if (x != x) return 0x7fff;
+  const float size = std::fabs(x);
+  if (size == 0) return sign;
+  if (size >= 65520.0f) return sign | 0x7c00;
+  // A place of the result is a power of two; to round to it is to round a whole number.
+  int exponent = 0;
+  std::frexp(size, &exponent);
+  const int place = (exponent < -13 ? -13 : exponent) - 11;
+  const float whole = std::rint(std::ldexp(size, -place));
+  const int biased = place + 24;  // 0 where the smallest numbers are
+  return sign | static_cast<uint16_t>(biased * 1024 + static_cast<int>(whole));
+}
+inline float float_of_half(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  float size = std::ldexp(float(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
+  if (exponent == 31) size = mantissa ? std::nanf("") : std::numeric_limits<float>::infinity();
+  return bits & 0x8000 ? -size : size;
+}
+
+}  // namespace device
+}  // namespace normpass
