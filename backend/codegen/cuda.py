@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from normpass.backend.codegen.cuda_names import CudaNames, Kernel
+    from normpass.backend.program.teams import Team
     from normpass.backend.program.tree import Plan
 
-AS_PLANNED: Mapping[int, int] = MappingProxyType({})
+AS_PLANNED: Mapping[int, Team] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,15 @@ class CudaSource:
     kernels: tuple[Kernel, ...]
 
 
-def generate(plan: Plan, programs: Mapping[int, int] = AS_PLANNED) -> CudaSource:
+def generate(plan: Plan, teams: Mapping[int, Team] = AS_PLANNED) -> CudaSource:
     """The CUDA C++ of a plan.
 
-    programs: of launches, by number, for how many blocks of a multiprocessor at once registers are
-    to suffice, if for others than planned.
+    teams: of launches, by number, those that have others than were planned.
     """
     printers: list[CudaNames] = []
     for number, launch in enumerate(plan.launches):
-        if number in programs and launch.team:
-            launch = replace(launch, team=replace(launch.team, programs=programs[number]))
+        if number in teams:
+            launch = replace(launch, team=teams[number])
         kind = RowsPrinter if launch.inner else ElementsPrinter
         printers.append(kind(plan, launch, number))
     double = printers[0].double if printers else False

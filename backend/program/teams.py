@@ -278,12 +278,6 @@ class _Rows:
         )
         if any(self.over_rows()):
             team = replace(team, together=max(1, team.together))
-        # Of registers that sums leave, half a vector's numbers take half as many.
-        if (
-            4 * self.sums(team) > 3 * clusters.registers
-            and team.lanes * self.narrowest > WIDEST // 2
-        ):
-            team = replace(team, lanes=team.lanes // 2, vectors=team.vectors * 2)
         room = clusters.memory // (team.shared + clusters.system)
         wanted = clusters.warps * WARP // threads
         return replace(team, programs=max(1, min(room, wanted)))
@@ -297,6 +291,21 @@ class _Rows:
         """Registers of a thread for the sums that rows are added to."""
         count = sum(self.axis.name in each.axes for each in self.launch.shared)
         return count * team.vectors * team.lanes * team.width // 4
+
+
+def roomier(team: Team) -> Team | None:
+    """The next team to try where a thread's registers do not suffice; None if there is none. Half a
+    vector's numbers take half as many registers, and a multiprocessor's are shared by fewer threads
+    if fewer blocks run at once.
+    """
+    sizes = [int(load.access.buffer.dtype.itemsize) for load in (*team.staged, *team.held)]
+    narrowest = team.lanes * min(sizes, default=NARROWEST) // 2
+    narrower = replace(team, lanes=team.lanes // 2, vectors=team.vectors * 2)
+    if team.lanes > 1 and narrowest >= WIDEST // 2:
+        return narrower
+    if team.programs > 1:
+        return replace(team, programs=team.programs - 1)
+    return narrower if team.lanes > 1 and narrowest >= NARROWEST else None
 
 
 def groups(body: Sequence[Node]) -> list[list[Finish]]:

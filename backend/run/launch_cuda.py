@@ -14,7 +14,7 @@ import torch
 from normpass.backend.codegen import cuda as generator
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import symbol
-from normpass.backend.program.teams import WARP, share_count
+from normpass.backend.program.teams import WARP, roomier, share_count
 from normpass.backend.run.gpu_kernel import GpuKernel
 from normpass.passes.region import product
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from normpass.backend.codegen.cuda_names import Kernel
     from normpass.backend.program.machine import Machine
     from normpass.backend.program.sizes import SizeClass
+    from normpass.backend.program.teams import Team
+    from normpass.backend.program.tree import Plan
     from normpass.passes.region import Region
 
 # Where arrays begin: at a sector of memory, and where no read of 16 bytes is in two of them.
@@ -92,32 +94,29 @@ class CudaKernel(GpuKernel):
 
     def _first(self, tensors: list[Tensor], sizes: Sequence[int], device: torch.device) -> bool:
         try:
-            functions = self._built(device)
+            calls = self._built(device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             return self._fail(error)
-        launch = self._launch[device.index] = partial(self._run, Calls(self, functions))
+        launch = self._launch[device.index] = partial(self._run, calls)
         launch(tensors, sizes)
         return True
 
-    def _built(self, device: torch.device) -> Mapping[str, Function]:
-        """The kernels on a device. Those whose registers do not suffice are built again for one
-        block of a multiprocessor fewer at once.
+    def _built(self, device: torch.device) -> Calls:
+        """The kernels on a device. Those whose registers do not suffice are built again for teams
+        that have more.
         """
-        programs: dict[int, int] = {}
+        teams: dict[int, Team] = {}
         source = self.source
         while True:
             functions = self.builder(source, device)
-            crowded = {
-                kernel.number: kernel.team.programs - 1
-                for kernel in source.kernels
-                if functions[kernel.name].spilled and kernel.team.programs > 1
-            }
-            if not crowded:
-                return functions
-            programs |= crowded
-            source = generator.generate(self.plan, programs)
+            spilling = [k for k in source.kernels if functions[k.name].spilled]
+            found = {k.number: team for k in spilling if (team := roomier(k.team))}
+            if not found:
+                return Calls(self.plan, source, functions)
+            teams |= found
+            source = generator.generate(self.plan, teams)
 
     def _run(self, calls: Calls, tensors: list[Tensor], sizes: Sequence[int]) -> None:
         found = calls.of(tuple(sizes))
@@ -152,9 +151,9 @@ class Calls:
     bytes it has to be; None where any address will do.
     """
 
-    def __init__(self, kernel: CudaKernel, functions: Mapping[str, Function]) -> None:
-        self.plan, self.source, self.functions = kernel.plan, kernel.source, functions
-        region = kernel.region
+    def __init__(self, plan: Plan, source: CudaSource, functions: Mapping[str, Function]) -> None:
+        self.plan, self.source, self.functions = plan, source, functions
+        region = plan.region
         buffers = [*region.inputs, *(output.buffer for output in region.outputs)]
         self.numbers = {f"p_{buffer.name}": k for k, buffer in enumerate(buffers)}
         self.aligned = [self._alignment(buffer.name) for buffer in region.inputs]

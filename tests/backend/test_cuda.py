@@ -16,6 +16,7 @@ import triton_cases
 import triton_oracles as mathematics
 import triton_regions as regions
 from bounded import assert_within, evaluate
+from compared import compare, make_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from snapshots import assert_snapshot
@@ -75,7 +76,7 @@ def kernel_of(text: str, machine: Machine) -> CudaKernel:
 def check(case: Case, machine: Machine) -> None:
     kernel = kernel_of(case.text, machine)
     for sizes in case.sizes:
-        triton_cases.compare(case, kernel, sizes, "cpu", case.oracle)
+        compare(case, kernel, sizes, "cpu", case.oracle)
 
 
 def variants() -> list[object]:
@@ -132,7 +133,7 @@ def test_long_rows(name: str, c: str, t: str, blocks: int) -> None:
     oracle = getattr(mathematics, name.removesuffix("_forward"))
     kernel = kernel_of(text, MACHINES["H200"])
     assert kernel.source.kernels[0].team.blocks == blocks
-    triton_cases.compare(Case(f"{name} {c}", text, ((4,),), oracle), kernel, (4,), "cpu", oracle)
+    compare(Case(f"{name} {c}", text, ((4,),), oracle), kernel, (4,), "cpu", oracle)
 
 
 def random_kernels(count: int) -> list[tuple[random_regions.Case, str]]:
@@ -192,9 +193,7 @@ def test_sums_have_the_same_bits_every_time() -> None:
     text = fill(regions.LAYER_NORM_BACKWARD, c="96")
     kernel = kernel_of(text, MACHINES["H200"])
     region = parse(text)
-    inputs = list(
-        triton_cases.make_inputs(CASES["layer_norm f32"], region, {"r": 11, "c": 96}).values()
-    )
+    inputs = list(make_inputs(CASES["layer_norm f32"], region, {"r": 11, "c": 96}).values())
     first, again = kernel(inputs, [11]), kernel(inputs, [11])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 

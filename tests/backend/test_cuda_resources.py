@@ -14,11 +14,13 @@ from triton_ahead import needs_triton, usage
 
 from normpass.backend.codegen.cuda import generate
 from normpass.backend.program.launches import UnsupportedPlanError
+from normpass.backend.program.teams import roomier
 from normpass.backend.run import nvrtc
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from normpass.backend.program.teams import Team
     from normpass.backend.program.tree import Plan
 
 needs_nvrtc = pytest.mark.skipif(
@@ -32,22 +34,24 @@ DTYPES = ({"t": "bf16", "w": "f32"}, {"t": "f16"}, {"t": "f32"}, {"t": "f64"})
 
 
 def resources(plan: Plan, capability: int, folder: Path) -> str:
-    """What a plan's kernel over rows takes as a GPU runs it: for fewer blocks at once where its
-    registers would not suffice. None of its kernels spills.
+    """What a plan's kernel over rows takes as a GPU runs it: with a team that has more registers
+    where those of the first would not suffice. None of its kernels spills.
     """
-    team, programs = plan.launches[0].team, dict[int, int]()
-    assert team
-    for at_once in range(team.programs, 0, -1):
-        source = generate(plan, programs)
+    teams: dict[int, Team] = {}
+    while True:
+        source = generate(plan, teams)
         taken = usage(nvrtc.compiled(source.text, capability), folder)
-        registers, spilled = taken[source.kernels[0].name]
-        if not spilled:
+        kernel = source.kernels[0]
+        registers, spilled = taken[kernel.name]
+        found = roomier(kernel.team) if spilled else None
+        if found is None:
             break
-        programs[0] = at_once - 1
+        teams[0] = found
     assert not any(stack for _, stack in taken.values()), (source.text, taken)
+    team = kernel.team
     return (
-        f"{team.blocks} x {team.threads} threads, {source.kernels[0].team.programs} at once, "
-        f"{registers} registers, {team.shared} bytes shared"
+        f"{team.blocks} x {team.threads} threads, {team.vectors} vectors of {team.lanes}, "
+        f"{team.programs} at once, {registers} registers, {team.shared} bytes shared"
     )
 
 
