@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ def fuse_regions(graph: Graph, settings: Options) -> None:
         graph,
         region_op,
         least_bytes=settings.least_bytes,
-        lay_out=_lay_out(graph, for_inductor),
+        lay_out=_in_dialect(settings.gpu, _lay_out(graph, for_inductor)),
         kernel=_kernel,
         conditions=conditions_of,
         missing=_missing_for_inductor if for_inductor else _missing,
@@ -76,6 +77,18 @@ def _lay_out(graph: Graph, for_inductor: bool) -> LayOut:
         with faults.survived("foretelling where tensors lie", "a graph", "They are settled later"):
             return as_expected(graph)
     return lambda lowered: lowered
+
+
+def _in_dialect(dialect: str | None, lay_out: LayOut) -> LayOut:
+    """Regions of GPUs ask for a dialect, if one was chosen."""
+
+    def asking(lowered: Lowered) -> Lowered:
+        lowered = lay_out(lowered)
+        if dialect is None or lowered.device != "cuda":
+            return lowered
+        return replace(lowered, region=replace(lowered.region, dialect=dialect))
+
+    return asking
 
 
 def _donated(graph: Graph) -> Container[Node]:

@@ -45,6 +45,15 @@ class Options:
             "no fast code for"
         },
     )
+    gpu: str | None = field(
+        default=None,
+        metadata={
+            "help": "what kernels for GPUs are written in, triton or cuda, where both can be; None "
+            "for cuda where rows are longer than programs of Triton hold",
+            "choices": ("triton", "cuda", None),
+            "env": "NORMPASS_GPU",
+        },
+    )
     double_backward: bool = field(
         default=True,
         metadata={
@@ -82,24 +91,34 @@ class Options:
             variable = option.metadata.get("env")
             if name not in given and variable and variable in os.environ:
                 given[name] = os.environ[variable]
-        result = cls(**given)
-        choices = known["inner"].metadata["choices"]
-        if result.inner not in choices:
-            raise ValueError(
-                f"option inner: expected one of {', '.join(choices)}, found {result.inner!r}"
-            )
+        return cls(**given).checked()
+
+    def checked(self) -> Options:
+        """The options themselves.
+
+        Raises:
+            ValueError: a value that an option does not take, with what it takes.
+        """
+        known = {option.name: option for option in fields(self)}
+        for name, option in known.items():
+            choices = option.metadata.get("choices")
+            if choices and getattr(self, name) not in choices:
+                raise ValueError(
+                    f"option {name}: expected one of {', '.join(map(str, choices))}, found "
+                    f"{getattr(self, name)!r}"
+                )
         for name in ("fuse", "recompute", "onednn", "double_backward"):
-            value, expected = getattr(result, name), "True or False"
+            value, expected = getattr(self, name), "True or False"
             if known[name].default is None:
                 expected = "True, False or None"
             if not isinstance(value, bool) and (value is not None or "None" not in expected):
                 raise ValueError(f"option {name}: expected {expected}, found {value!r}")
-        if result.least_bytes is not None and not isinstance(result.least_bytes, int):
+        if self.least_bytes is not None and not isinstance(self.least_bytes, int):
             raise ValueError(
                 "option least_bytes: expected a number of bytes or None, found "
-                f"{result.least_bytes!r}"
+                f"{self.least_bytes!r}"
             )
-        return result
+        return self
 
 
 def table() -> str:

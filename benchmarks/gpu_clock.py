@@ -97,7 +97,7 @@ class DeviceClock:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        # Private, and in torch since 1.0: checked on 2.11, 2.13 and 2.15.
+        # Private, and in torch since 1.0: read in 2.13.
         torch.cuda._sleep(self.ahead)
         start.record()
         for _ in range(calls):

@@ -30,6 +30,8 @@ EAGER, STOCK, OURS = "eager", "inductor", "normpass"
 # normpass's own variants, by their options of the backend.
 NORMPASS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
+    "normpass triton": {"gpu": "triton"},
+    "normpass cuda": {"gpu": "cuda"},
 }
 PARAMETERS = ("weight", "bias")
 

@@ -188,7 +188,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Region:
-    """A fused op as data. `parse(str(region)) == region` (region_text.py)."""
+    """A fused op as data. `parse(str(region)) == region` (region_text.py).
+
+    dialect: what its kernel for a GPU is to be written in, where somebody asked for one.
+    """
 
     name: str
     axes: tuple[Axis, ...]
@@ -197,11 +200,13 @@ class Region:
     outputs: tuple[Output, ...]
     sizes: tuple[str, ...] = field(default=())
     joins: tuple[Join, ...] = field(default=())
+    dialect: str = ""
 
     def __str__(self) -> str:
         lines = [f"region {self.name}", f"axes    {' '.join(map(str, self.axes))}"]
         if self.sizes:
             lines.append(f"sizes   {' '.join(f'{size}=?' for size in self.sizes)}")
+        lines += [f"dialect {self.dialect}"] if self.dialect else []
         lines += [f"input   {buffer}" for buffer in self.inputs]
         lines += [str(op) for op in self.ops]
         lines += [f"output  {output}" for output in self.outputs]

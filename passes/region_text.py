@@ -33,7 +33,7 @@ def parse(text: str) -> Region:
     Raises:
         RegionError: where a line breaks the grammar, or names what was not defined before it.
     """
-    name = ""
+    words = {"region": "", "dialect": ""}
     axes: tuple[Axis, ...] = ()
     sizes: tuple[str, ...] = ()
     inputs: list[Buffer] = []
@@ -47,8 +47,8 @@ def parse(text: str) -> Region:
         head, rest = match["head"], match["rest"]
         if rest.startswith("= "):
             ops.append(_parse_op(head, rest[2:]))
-        elif head == "region":
-            name = rest
+        elif head in words:
+            words[head] = rest
         elif head == "axes":
             axes = tuple(_parse_axis(word) for word in rest.split())
         elif head == "sizes":
@@ -62,10 +62,11 @@ def parse(text: str) -> Region:
             joins.append(_parse_join(rest, in_turn=head == "in turn"))
         else:
             raise RegionError(
-                "expected region, axes, sizes, input, output, joined, in turn or a value, found "
-                f"{line!r}"
+                "expected region, axes, sizes, dialect, input, output, joined, in turn or a value, "
+                f"found {line!r}"
             )
-    region = Region(name, axes, tuple(inputs), tuple(ops), tuple(outputs), sizes, tuple(joins))
+    tensors = tuple(inputs), tuple(ops), tuple(outputs)
+    region = Region(words["region"], axes, *tensors, sizes, tuple(joins), words["dialect"])
     verify(region)
     return region
 

@@ -12,6 +12,8 @@ A row that one block cannot hold in this way is held by two blocks, four or eigh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
 import sympy
@@ -33,7 +35,6 @@ from normpass.backend.program.tree import (
     Store,
     walk,
 )
-from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -245,17 +246,20 @@ class _Rows:
         return lanes
 
     def team(self, clusters: Clusters) -> Team:
-        """The smallest team that has room for rows ahead, or for one row.
+        """The smallest team that has room for rows ahead, or for one row, with threads enough if
+        there are so many.
 
         Raises:
             UnsupportedPlanError: if there is none.
         """
         sizes = [1 << n for n in range(clusters.blocks.bit_length())]
-        for stages in (STAGES, 1):
-            for blocks in sizes:
-                team = self.of(blocks, stages, clusters)
-                if self.sums(team) <= clusters.registers and team.shared <= clusters.shared:
-                    return team
+        for is_enough, stages, blocks in product((True, False), (STAGES, 1), sizes):
+            team = self.of(blocks, stages, clusters)
+            of_thread = team.vectors * team.lanes * team.width
+            if is_enough and of_thread > clusters.of_thread:
+                continue
+            if self.sums(team) <= clusters.registers and team.shared <= clusters.shared:
+                return team
         held = f"{self.sums(team)} registers for sums and {team.shared} bytes"
         expected = f"rows that {clusters.blocks} blocks hold"
         raise _refused(self.plan, expected, f"{held} of a block at least")
@@ -334,6 +338,6 @@ def share_count(launch: Launch, lengths: dict[str, int], teams: int) -> int:
     team = launch.team
     if team is None or not team.shares:
         return 1
-    tiles = product(n for axis, n in lengths.items() if axis not in team.shares)
-    rows = product(lengths[axis] for axis in team.shares)
+    tiles = prod(n for axis, n in lengths.items() if axis not in team.shares)
+    rows = prod(lengths[axis] for axis in team.shares)
     return max(1, min(-(-teams // max(tiles, 1)), rows))

@@ -105,7 +105,7 @@ BROKEN = {
     "a line without a value": ("lonely", "expected 'WORD REST' in a region's line, found 'lonely'"),
     "an unknown line": (
         "widget w: f32[r]",
-        "expected region, axes, sizes, input, output, joined, in turn or a value",
+        "expected region, axes, sizes, dialect, input, output, joined, in turn or a value",
     ),
     "no dtype": ("input   q: [r]", r"expected 'NAME: DTYPE\[DIMS\] \(STRIDES\)', found 'q: \[r\]'"),
     "an unknown dtype": ("input   q: i16[r]", "expected 'NAME: DTYPE.* found 'q: i16"),

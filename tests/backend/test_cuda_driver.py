@@ -1,0 +1,209 @@
+"""CUDA C++ through NVIDIA's driver, of which this file has one: its modules are built for a CPU.
+The structures and constants are those of the real bindings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import cuda_on_cpu
+import pytest
+import torch
+import triton_regions as regions
+from triton_regions import fill
+
+from normpass.backend.program.dialect import gpu_machine
+from normpass.backend.program.machine import GPU, cuda_machine
+from normpass.backend.run import cuda_driver, launch_gpu, nvrtc
+from normpass.backend.run.cuda_driver import DriverError
+from normpass.backend.run.launch_cuda import CudaKernel
+from normpass.backend.run.launch_triton import TritonKernel
+from normpass.passes.region_text import parse
+
+if TYPE_CHECKING:
+    from normpass.backend.codegen.cuda import CudaSource
+
+driver = pytest.importorskip("cuda.bindings.driver", reason="NVIDIA's bindings are not installed")
+
+PROCESSORS = 6
+SUCCESS = (driver.CUresult.CUDA_SUCCESS,)
+
+
+class FakeDriver:
+    """As much of a driver as is called. spilling: bytes that threads spill, by the text they were
+    compiled from: those with this in it. failing: what a launch answers.
+    """
+
+    def __init__(self, spilling: str = "", failing: Any = None) -> None:
+        self.spilling, self.failing = spilling, failing
+        self.sources: list[CudaSource] = []
+        self.set: dict[str, int] = {}
+        self.clusters: list[tuple[int, int, int]] = []
+
+    def compiled(self, text: str, capability: int) -> bytes:
+        assert capability == 90
+        return text.encode()
+
+    def build(self, source: CudaSource, device: torch.device) -> Any:
+        """What the driver's caller does, with the source kept for when its kernels are launched."""
+        self.sources.append(source)
+        return cuda_driver.build(source, device)
+
+    def cuModuleLoadData(self, code: bytes) -> tuple[Any, ...]:
+        assert code.decode() == self.sources[-1].text
+        return *SUCCESS, cuda_on_cpu.build(self.sources[-1], torch.device("cpu"))
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, ...]:
+        return *SUCCESS, SimpleNamespace(name=name.decode(), run=module[name.decode()])
+
+    def cuFuncSetAttribute(self, function: Any, attribute: Any, value: int) -> tuple[Any, ...]:
+        assert attribute.name.endswith("MAX_DYNAMIC_SHARED_SIZE_BYTES")
+        self.set[function.name] = value
+        return SUCCESS
+
+    def cuFuncGetAttribute(self, attribute: Any, function: Any) -> tuple[Any, ...]:
+        assert attribute.name.endswith("LOCAL_SIZE_BYTES")
+        return *SUCCESS, 8 * (self.spilling != "" and self.spilling in self.sources[-1].text)
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        self, function: Any, threads: int, shared: int
+    ) -> tuple[Any, ...]:
+        assert shared == self.set[function.name]
+        return *SUCCESS, 1
+
+    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> tuple[Any, ...]:
+        assert config.numAttrs == 1
+        size = config.attrs[0].value.clusterDim
+        self.clusters.append((size.x, config.blockDimX, config.sharedMemBytes))
+        return *SUCCESS, 2
+
+    def cuLaunchKernel(self, function: Any, *arguments: Any) -> tuple[Any, ...]:
+        if self.failing:
+            return (self.failing,)
+        *size, shared, stream, parameters, extra = arguments
+        assert (size[1:3], size[4:6], stream, extra) == ([1, 1], [1, 1], 77, 0)
+        assert shared == self.set[function.name]
+        (kernel,) = (k for k in self.sources[-1].kernels if k.name == function.name)
+        assert size[3] == kernel.team.threads
+        count = len(kernel.arguments)
+        addresses = (ctypes.c_void_p * count).from_address(parameters)
+        values = [ctypes.c_int64.from_address(address).value for address in addresses]
+        function.run(size[0], values)
+        return SUCCESS
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The driver in place of the real one, and a GPU whose tensors are a CPU's."""
+    found = FakeDriver()
+    for name in dir(FakeDriver):
+        if name.startswith("cu"):
+            monkeypatch.setattr(driver, name, getattr(found, name))
+    monkeypatch.setattr(nvrtc, "compiled", found.compiled)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    return found
+
+
+def softmax_kernel(fake: FakeDriver, width: int = 64, **clusters: int) -> CudaKernel:
+    machine = cuda_on_cpu.small(**clusters) if clusters else cuda_machine(90)
+    region = parse(fill(regions.SOFTMAX, c=str(width)))
+    return CudaKernel(region, machine, (), fake.build, lambda: TritonKernel(region))
+
+
+def launched(kernel: CudaKernel, x: torch.Tensor) -> None:
+    (y,) = kernel([x], [len(x)])
+    torch.testing.assert_close(y, torch.softmax(x, 1))
+
+
+def test_a_launch_takes_addresses_and_sizes(fake: FakeDriver) -> None:
+    kernel = softmax_kernel(fake)
+    for rows in (1, 5, 40):
+        launched(kernel, torch.randn(rows, 64))
+    assert len(fake.sources) == 1  # it is built once
+    assert not fake.clusters
+
+
+def test_as_many_teams_as_find_room(fake: FakeDriver) -> None:
+    kernel = softmax_kernel(fake, 512, threads=32, blocks=4, of_thread=16)
+    team = kernel.source.kernels[0].team
+    assert team.blocks == 4
+    launched(kernel, torch.randn(9, 512))
+    assert fake.clusters == [(4, team.threads, team.shared)]
+
+
+def test_what_spills_is_built_for_teams_with_more_registers(fake: FakeDriver) -> None:
+    """Vectors of half as many elements."""
+    fake.spilling = "Row<64, 32, 1, 1, 4>"
+    kernel = softmax_kernel(fake)
+    assert fake.spilling in kernel.source.text
+    launched(kernel, torch.randn(5, 64))
+    assert ["Row<64, 32, 1, 2, 2>" in source.text for source in fake.sources] == [False, True]
+
+
+def test_what_always_spills_is_launched_in_the_end(fake: FakeDriver) -> None:
+    fake.spilling = "softmax"
+    kernel = softmax_kernel(fake)
+    launched(kernel, torch.randn(5, 64))
+    programs = [source.kernels[0].team.programs for source in fake.sources]
+    assert programs == sorted(programs, reverse=True)
+    assert programs[-1] == 1
+
+
+def test_an_error_of_the_device_is_raised(fake: FakeDriver) -> None:
+    fake.failing = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DriverError, match="CUDA driver: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        launched(softmax_kernel(fake), torch.randn(5, 64))
+
+
+# ---- which dialect
+
+
+def machine_of(width: str, capability: int = 90, dialect: str = "", **changed: str) -> Any:
+    text = fill(regions.LAYER_NORM_BACKWARD, c=width, **changed)
+    if dialect:
+        text = text.replace("\ninput", f"\ndialect {dialect}\ninput", 1)
+    return gpu_machine(parse(text), (), capability)
+
+
+@pytest.mark.parametrize(
+    ("width", "changed", "is_cuda"),
+    [
+        ("1024", {}, False),  # a program of Triton holds it
+        ("65536", {}, True),
+        ("131072", {"t": "bf16"}, True),
+        ("65537", {"t": "bf16"}, False),  # rows begin where nothing can be copied from
+        ("4000000", {}, False),  # no cluster holds it
+        ("?", {}, False),
+    ],
+)
+def test_rows_that_triton_reads_again_are_of_cuda(
+    width: str, changed: dict[str, str], is_cuda: bool
+) -> None:
+    assert bool(machine_of(width, **changed).clusters) is is_cuda
+
+
+def test_older_gpus_have_triton() -> None:
+    assert machine_of("65536", capability=75) is GPU
+    assert machine_of("65536", capability=0) is GPU
+    assert machine_of("65536", capability=80) is GPU  # no clusters
+    assert machine_of("16384", capability=80, t="bf16").clusters
+
+
+def test_a_region_can_ask_for_a_dialect() -> None:
+    assert machine_of("65536", dialect="triton") is GPU
+    assert machine_of("1024", dialect="cuda").clusters
+    assert machine_of("?", dialect="cuda") is GPU
+
+
+def test_the_kernel_is_of_the_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_gpu, "capability", lambda _: 90)
+    for width, kind in (("1024", TritonKernel), ("65536", CudaKernel)):
+        text = fill(regions.LAYER_NORM_BACKWARD, c=width)
+        assert type(launch_gpu.kernel(text, (4096,), 0)) is kind
+        assert type(launch_gpu.kernel(text, (4096,), None)) is TritonKernel
