@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import re
 import subprocess
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from normpass.backend.codegen.triton_program import STAGES
 from normpass.backend.program.machine import GPU
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run import launch_triton
+from normpass.decomps.torch_versions import release
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -26,7 +28,13 @@ if TYPE_CHECKING:
     from normpass.backend.program.machine import Tiling
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON = release(version("triton"))[:2] if HAS_TRITON else None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, and it is not installed")
+
+
+def is_recorded() -> bool:
+    """Whether snapshots are of this compiler: others need other registers."""
+    return TRITON == (3, 9)
 
 
 def source(name: str, tiling: Tiling | None = None, **changed: str) -> TritonSource:

@@ -9,50 +9,22 @@ from typing import TYPE_CHECKING
 
 import cuda_on_cpu
 import pytest
+from cuda_ahead import is_recorded, needs_nvrtc, resources
 from snapshots import assert_snapshot
-from triton_ahead import needs_triton, usage
+from triton_ahead import needs_triton
 
 from normpass.backend.codegen.cuda import generate
 from normpass.backend.program.launches import UnsupportedPlanError
-from normpass.backend.program.teams import roomier
 from normpass.backend.run import nvrtc
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from normpass.backend.program.teams import Team
-    from normpass.backend.program.tree import Plan
 
-needs_nvrtc = pytest.mark.skipif(
-    nvrtc.version() is None, reason="needs NVIDIA's run-time compiler, and it is not installed"
-)
-RECORDED_WITH = (13, 5)  # other compilers need other registers
 CAPABILITIES = (80, 90, 100)
 NORMS = ("layer_norm_forward", "layer_norm_backward", "rms_norm_backward", "softmax_backward")
 WIDTHS = ("1024", "4096", "12288", "16384", "65536", "131072")
 DTYPES = ({"t": "bf16", "w": "f32"}, {"t": "f16"}, {"t": "f32"}, {"t": "f64"})
-
-
-def resources(plan: Plan, capability: int, folder: Path) -> str:
-    """What a plan's kernel over rows takes as a GPU runs it: with a team that has more registers
-    where those of the first would not suffice. None of its kernels spills.
-    """
-    teams: dict[int, Team] = {}
-    while True:
-        source = generate(plan, teams)
-        taken = usage(nvrtc.compiled(source.text, capability), folder)
-        kernel = source.kernels[0]
-        registers, spilled = taken[kernel.name]
-        found = roomier(kernel.team) if spilled else None
-        if found is None:
-            break
-        teams[0] = found
-    assert not any(stack for _, stack in taken.values()), (source.text, taken)
-    team = kernel.team
-    return (
-        f"{team.blocks} x {team.threads} threads, {team.vectors} vectors of {team.lanes}, "
-        f"{team.programs} at once, {registers} registers, {team.shared} bytes shared"
-    )
 
 
 @needs_nvrtc
@@ -68,7 +40,7 @@ def test_resources(name: str, tmp_path: Path) -> None:
                     plan = cuda_on_cpu.plan_of(name, capability, c=width, **types)
                     found = f"{' '.join(types.values()):<8} {width:>6}  sm_{capability}"
                     lines.append(f"{found}  {resources(plan, capability, tmp_path)}")
-    if nvrtc.version() == RECORDED_WITH:
+    if is_recorded():
         assert_snapshot(f"cuda/resources/{name}.txt", "\n".join(lines) + "\n")
 
 

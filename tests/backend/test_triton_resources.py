@@ -4,19 +4,15 @@ shared memory, and nothing that spills.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import pytest
 from snapshots import assert_snapshot
-from triton_ahead import HAS_TRITON, fitted, needs_triton, source
-
-from normpass.decomps.torch_versions import release
+from triton_ahead import TRITON, fitted, is_recorded, needs_triton, source
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-RECORDED_WITH = (3, 9)  # other compilers need other registers
 CAPABILITIES = (80, 90, 100)
 # What an older one spills: Triton 3.6 leaves 8 bytes of a thread over on sm_80, where no more than
 # one program runs at once.
@@ -68,9 +64,6 @@ REGIONS = {
 }
 
 
-TRITON = release(version("triton"))[:2] if HAS_TRITON else None
-
-
 @needs_triton
 @pytest.mark.usefixtures("compiler_cache")
 @pytest.mark.parametrize(
@@ -91,5 +84,5 @@ def test_resources(name: str, tmp_path: Path) -> None:
                 f"sm_{capability}  {kernel.name}  {kernel.warps} warps  {taken.programs} at once  "
                 f"{taken.registers} registers  {taken.shared} bytes shared"
             )
-    if TRITON == RECORDED_WITH:
+    if is_recorded():
         assert_snapshot(f"triton/resources/{name}.txt", "\n".join(lines) + "\n")
