@@ -71,7 +71,9 @@ def evaluate(region: Region, inputs: Sequence[torch.Tensor], sizes: Sequence[int
                 values[op.name] = _exact(np.full([1] * len(axes), count, np.longdouble))
                 continue
             args = [
-                values[arg] if isinstance(arg, str) else _exact(np.full([1] * len(axes), arg))
+                values[arg]
+                if isinstance(arg, str)
+                else _literal(np.full([1] * len(axes), arg), region.compute_dtype)
                 for arg in op.args
             ]
             if op.is_reduction:
@@ -86,6 +88,14 @@ def evaluate(region: Region, inputs: Sequence[torch.Tensor], sizes: Sequence[int
 def _exact(value: Array) -> Bounded:
     value = value.astype(np.longdouble)
     return Bounded(value, np.zeros_like(value))
+
+
+def _literal(value: Array, dtype: torch.dtype) -> Bounded:
+    """A number of the text, which kernels have as one of the compute type."""
+    value = value.astype(np.longdouble)
+    kept = torch.as_tensor(value.astype(np.float64)).to(dtype).to(torch.float64).numpy()
+    error = np.where(value == kept, 0, np.abs(value - kept.astype(np.longdouble)))
+    return Bounded(value, np.nan_to_num(error))
 
 
 def _limit(result: Bounded, dtype: torch.dtype) -> Bounded:

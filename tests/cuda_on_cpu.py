@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import triton_regions
 
+from normpass.backend.codegen import cuda
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.launch_cuda import CudaKernel
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from normpass.backend.program.tree import Plan
     from normpass.passes.region import Region
 
-HEADERS = Path(__file__).parents[1] / "backend" / "codegen"
+HEADERS = Path(cuda.__file__).parent
 FIBERS = Path(__file__).parent / "cuda_on_cpu"
 # Teams that run at once, so that rows are shared out.
 TEAMS = 3

@@ -268,7 +268,8 @@ torch.testing.assert_close(kernel([x], [20])[0], torch.softmax(x, 1))
 def test_faults_are_found(text: str, instead: str, found: str) -> None:
     """A kernel that is wrong on a GPU is wrong here."""
     folder = os.path.dirname(cuda_on_cpu.__file__)
-    environment = {**os.environ, "PYTHONPATH": folder}
+    paths = [folder, os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
         [sys.executable, "-c", BROKEN, text, instead],
         env=environment,
