@@ -24,6 +24,7 @@ The grammar, line by line:
     region NAME
     axes    AXIS=EXTENT ...       an extent is an integer, or ? for one that is given at run time
     sizes   SIZE=? ...            further run-time integers (strides that no axis explains)
+    dialect triton|cuda           what its kernel for a GPU is to be written in, if that was chosen
     input   NAME: DTYPE[DIMS] STRIDES?
     NAME    = FN(ARGS)            pointwise; an argument is a value, a number, true or false
     NAME    = FN[AXES](VALUE)     reduction over the axes
@@ -70,6 +71,10 @@ EXPAND, REGROUP = "expand", "regroup"
 
 Stride = int | str  # a number of elements, or the name of a run-time size
 Arg = str | float | bool
+
+
+# What kernels for GPUs are written in; "" where nobody asked.
+DIALECTS = ("", "triton", "cuda")
 
 
 class RegionError(ValueError):
@@ -332,6 +337,7 @@ def verify(region: Region) -> None:
 
     axes = {axis.name for axis in region.axes}
     expect(bool(region.name), "expected a name")
+    expect(region.dialect in DIALECTS, f"expected one of {DIALECTS}, found {region.dialect}")
     expect(len(axes) == len(region.axes), "expected every axis once")
     for buffer in (*region.inputs, *(output.buffer for output in region.outputs)):
         unknown = {axis for dim in buffer.dims for axis in dim} - axes

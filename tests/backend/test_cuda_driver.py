@@ -20,6 +20,7 @@ from normpass.backend.run import cuda_driver, launch_gpu, nvrtc
 from normpass.backend.run.cuda_driver import DriverError
 from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.backend.run.launch_triton import TritonKernel
+from normpass.passes.region import RegionError
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -207,3 +208,8 @@ def test_the_kernel_is_of_the_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
         text = fill(regions.LAYER_NORM_BACKWARD, c=width)
         assert type(launch_gpu.kernel(text, (4096,), 0)) is kind
         assert type(launch_gpu.kernel(text, (4096,), None)) is TritonKernel
+
+
+def test_an_unknown_dialect_is_refused() -> None:
+    with pytest.raises(RegionError, match="expected one of .*'cuda'.*, found cobol"):
+        machine_of("1024", dialect="cobol")
