@@ -211,5 +211,5 @@ def test_the_kernel_is_of_the_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_dialect_is_refused() -> None:
-    with pytest.raises(RegionError, match="expected one of .*'cuda'.*, found cobol"):
+    with pytest.raises(RegionError, match=r"expected one of .*'cuda'.*, found cobol"):
         machine_of("1024", dialect="cobol")
