@@ -26,6 +26,8 @@ from normpass.backend.program.tree import (
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Node, Plan
 
 UNROLL = "#pragma unroll"
@@ -142,7 +144,7 @@ class RowsPrinter(CudaNames):
         guard = "" if stage == "stage" else "if (row.has(k)) "
         self.line(f"{guard}slots_{name}.ask({where}, {stage}, k);")
 
-    def each_vector(self):  # type: ignore[no-untyped-def]
+    def each_vector(self) -> AbstractContextManager[None]:
         """The loop over a thread's vectors."""
         self.line(UNROLL)
         return self.block("for (int k = 0; k < Row::vectors; ++k)")

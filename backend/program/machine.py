@@ -31,9 +31,9 @@ class Tiling:
     combining: so many programs combine partial results, if each has a sector of elements at least.
     sector: floats that memory hands out at a time.
     kept: an axis of at most so many elements is held rather than streamed, if an array runs along
-    it. per_thread: registers for each thread of one value of a block. most_warps: of one program.
-    warps: for each multiprocessor, where rows are shared out among as many programs as run at
-    once."""
+    it. per_thread: registers for each thread of one value of a block. warps: of one program at
+    most, so that each thread has registers enough, and for each multiprocessor, where rows are
+    shared out among as many programs as run at once."""
 
     resident: int = 40 * 1024
     sums: int = 48 * 1024
@@ -49,7 +49,6 @@ class Tiling:
     sector: int = 8
     kept: int = 64
     per_thread: int = 16
-    most_warps: int = 32
     warps: int = 16
 
 
@@ -152,15 +151,20 @@ GPU = Machine(
 )
 
 
+# KiB of shared memory that a block of a GPU can have, by its capability; others may have less.
+SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+LEAST_SHARED_KIB = 99
+
+
 @cache
 def cuda_machine(capability: int) -> Machine:
     """The machine that CUDA C++ is planned for. A row that a team holds on chip needs no blocks.
 
     capability: of the GPU, 80 for 8.0; from 90 on blocks form clusters.
     """
-    clusters = Clusters(1, 163 << 10, 164 << 10)
-    if capability >= 90:
-        clusters = Clusters(8, 227 << 10, 228 << 10)
+    kib = SHARED_KIB.get(capability, LEAST_SHARED_KIB)
+    # The system has one KiB of each block's.
+    clusters = Clusters(8 if capability >= 90 else 1, kib << 10, (kib + 1) << 10)
     most = clusters.blocks * clusters.shared
     blocking = replace(Blocking(), row_bytes=most, sweep=most, narrow=sys.maxsize)
     workers = GPU.workers // clusters.blocks

@@ -107,6 +107,8 @@ def with_teams(plan: Plan, clusters: Clusters) -> Plan:
     Raises:
         UnsupportedPlanError: if a launch is neither one over rows nor one that combines their sums.
     """
+    if plan.region.joins:  # which may begin where no vector can be written
+        raise _refused(plan, "results of their own", "some that are parts of one tensor")
     launches = []
     for launch in plan.launches:
         is_over_rows = bool(launch.inner)

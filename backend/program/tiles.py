@@ -71,7 +71,7 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
         _widen(plan, launch, shares, lanes, size, room)
     elements = _whole(size, pieces) * parts
     warps = _nearest_power(max(1, elements * registers // (32 * tiling.per_thread)))
-    warps = min(warps, tiling.warps if again else tiling.most_warps)
+    warps = min(warps, tiling.warps)
     covered = frozenset(
         axis.name for axis in launch.inner if (held and axis in rows) or _covers(axis, size)
     )

@@ -16,6 +16,7 @@ from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import symbol
 from normpass.backend.program.teams import WARP, roomier, share_count
 from normpass.backend.run.gpu_kernel import GpuKernel
+from normpass.backend.run.layouts import copied
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
@@ -238,9 +239,4 @@ def blocks_of(kernel: Kernel, outer: Mapping[str, int], shares: int) -> int:
 
 def aligned(tensor: Tensor, to: int) -> Tensor:
     """The tensor, or a copy that begins at a multiple of so many bytes."""
-    if tensor.data_ptr() % to == 0:
-        return tensor
-    copy = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return copy.copy_(tensor)
+    return copied(tensor, tensor.stride()) if tensor.data_ptr() % to else tensor

@@ -158,10 +158,16 @@ def relaid_out(region: Region, inputs: Sequence[Tensor], planned: Sequence[Layou
 def _relaid_out(tensor: Tensor, want: Layout) -> Tensor:
     if lie_as_planned([tensor], [want]):
         return tensor
-    # Where an expanded tensor is expected, one element stands for all: there is no memory to copy
-    # the others to.
-    for dim, step in enumerate(want.strides):
-        if step == 0 and want.shape[dim] > 1:
+    return copied(tensor, want.strides)
+
+
+def copied(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy that lies so in new memory. Where elements share a place one of them stands for all:
+    there is no memory to copy the others to.
+    """
+    shape = tensor.shape
+    for dim, step in enumerate(strides):
+        if step == 0 and shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    copy = torch.empty_strided(tensor.shape, want.strides, dtype=want.dtype, device=tensor.device)
-    return copy.copy_(tensor).expand(want.shape)
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor).expand(shape)

@@ -189,6 +189,25 @@ def test_rows_that_begin_elsewhere_are_copied_first() -> None:
     torch.testing.assert_close(y, torch.softmax(x, 1))
 
 
+SHIFTED = """
+region shifted
+axes    r=? c=64
+input   x: f32[r c]
+input   b: f32[r c] (0, 1)
+v       = add(x, b)
+top     = amax[c](v)
+y       = sub(v, top)
+output  out: f32[r c] = y
+"""
+
+
+def test_a_row_for_all_that_begins_elsewhere_is_copied_once() -> None:
+    kernel = kernel_of(SHIFTED, MACHINES["H200"])
+    x, b = torch.randn(5, 64), torch.randn(65)[1:].expand(5, 64)
+    (y,) = kernel([x, b], [5])
+    torch.testing.assert_close(y, x + b - (x + b).amax(1, keepdim=True), rtol=0, atol=0)
+
+
 def test_sums_have_the_same_bits_every_time() -> None:
     text = fill(regions.LAYER_NORM_BACKWARD, c="96")
     kernel = kernel_of(text, MACHINES["H200"])

@@ -12,6 +12,7 @@ import cuda_on_cpu
 import pytest
 import torch
 import triton_regions as regions
+from cuda_on_cpu import plan_of
 from triton_regions import fill
 
 from normpass.backend.program.dialect import gpu_machine
@@ -194,6 +195,40 @@ def test_older_gpus_have_triton() -> None:
     assert machine_of("65536", capability=0) is GPU
     assert machine_of("65536", capability=80) is GPU  # no clusters
     assert machine_of("16384", capability=80, t="bf16").clusters
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "blocks"), [(120, "16384", 2), (86, "16384", 1), (86, "32768", None)]
+)
+def test_gpus_with_less_shared_memory_have_smaller_rows(
+    capability: int, width: str, blocks: int | None
+) -> None:
+    """Of capability 8.6 and 12.0 a block has 99 KiB, and only the latter has clusters."""
+    machine = machine_of(width, capability, "cuda", t="bf16")
+    assert (machine is not GPU) is (blocks is not None)
+    if blocks:
+        team = plan_of("layer_norm_backward", capability, c=width, t="bf16").launches[0].team
+        assert team
+        assert (team.blocks, team.shared <= 99 << 10) == (blocks, True)
+
+
+HALVES = """
+region halves
+axes    r=? c=64
+dialect cuda
+input   x: f32[r c]
+total   = sum[c](x)
+y       = div(x, total)
+z       = sub(x, total)
+output  one: f32[r c] (128, 1) = y
+output  two: f32[r c] (128, 1) = z
+"""
+
+
+def test_parts_of_one_result_have_triton() -> None:
+    """They may begin where no vector can be written."""
+    assert gpu_machine(parse(HALVES), (), 90).clusters
+    assert gpu_machine(parse(f"{HALVES}joined  one two [1]\n"), (), 90) is GPU
 
 
 def test_a_region_can_ask_for_a_dialect() -> None:
