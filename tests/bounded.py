@@ -91,11 +91,9 @@ def _exact(value: Array) -> Bounded:
 
 
 def _literal(value: Array, dtype: torch.dtype) -> Bounded:
-    """A number of the text, which kernels have as one of the compute type."""
-    value = value.astype(np.longdouble)
-    kept = torch.as_tensor(value.astype(np.float64)).to(dtype).to(torch.float64).numpy()
-    error = np.where(value == kept, 0, np.abs(value - kept.astype(np.longdouble)))
-    return Bounded(value, np.nan_to_num(error))
+    """A number of the text, as torch takes it beside a tensor: as one of the compute type."""
+    kept = torch.as_tensor(value.astype(np.float64)).to(dtype)
+    return _exact(kept.to(torch.float64).numpy())
 
 
 def _limit(result: Bounded, dtype: torch.dtype) -> Bounded:

@@ -16,7 +16,7 @@ import triton_cases
 import triton_oracles as mathematics
 import triton_regions as regions
 from bounded import assert_within, evaluate
-from compared import compare, make_inputs
+from compared import compare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from snapshots import assert_snapshot
@@ -206,15 +206,6 @@ def test_a_row_for_all_that_begins_elsewhere_is_copied_once() -> None:
     x, b = torch.randn(5, 64), torch.randn(65)[1:].expand(5, 64)
     (y,) = kernel([x, b], [5])
     torch.testing.assert_close(y, x + b - (x + b).amax(1, keepdim=True), rtol=0, atol=0)
-
-
-def test_sums_have_the_same_bits_every_time() -> None:
-    text = fill(regions.LAYER_NORM_BACKWARD, c="96")
-    kernel = kernel_of(text, MACHINES["H200"])
-    region = parse(text)
-    inputs = list(make_inputs(CASES["layer_norm f32"], region, {"r": 11, "c": 96}).values())
-    first, again = kernel(inputs, [11]), kernel(inputs, [11])
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.usefixtures("faults_are_meant")
