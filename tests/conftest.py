@@ -45,7 +45,7 @@ class Unfused(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if "runs unfused: " in message:
+        if "could not be built: " in message:
             self.seen.append(message)
 
 

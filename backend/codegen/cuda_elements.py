@@ -14,8 +14,6 @@ from normpass.backend.program.tree import Compute, Keep, Load, Recall, Store
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from normpass.backend.program.tree import Accumulator, Leaf, Node
 
 
@@ -44,7 +42,8 @@ class ElementsPrinter(CudaNames):
                 rest.append(node)
         first = f"threadIdx.x < {WARP} && " if combined else ""
         with self.block(f"if ({first}there)"):
-            self.leaves(rest)
+            for node in rest:
+                self.leaf(node)
         return [*self.head(), *self.lines, "}"]
 
     def combine(self, accumulator: Accumulator) -> None:
@@ -59,10 +58,6 @@ class ElementsPrinter(CudaNames):
             f"combine<{fn}, {self.team.threads}>({address}, n_parts_{name}, {apart}, there, "
             f"{on_chip})",
         )
-
-    def leaves(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            self.leaf(node)
 
     def leaf(self, node: Node | Leaf) -> None:
         match node:

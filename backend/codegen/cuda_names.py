@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen import cpp_names
 from normpass.backend.codegen.names import Names
 from normpass.backend.codegen.text import TYPES, factor, index_expression
+from normpass.backend.program.pointwise import POINTWISE
 from normpass.backend.program.tree import Load, Recall
 from normpass.passes.region import product
 
@@ -30,9 +31,10 @@ WORDS = (
     "template this throw true try typedef typename union unsigned using virtual void volatile "
     "while xor Row Slots Exchange Sum Prod Amax Amin chip exchange row rows program share shares "
     "first last number stage element there part sum ask ask_values i j k p get put combine gather "
-    "accumulate mask_of where_ round_to std device blockIdx threadIdx"
+    "accumulate mask_of std device blockIdx threadIdx"
 )
-RESERVED = frozenset(WORDS.split())
+EXPRESSIONS = " ".join(row.cpp for row in POINTWISE.values())
+RESERVED = frozenset((*WORDS.split(), *re.findall(r"[A-Za-z_]\w*", EXPRESSIONS)))
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ class RowsPrinter(CudaNames):
         ]
         # There is no memory for so many long rows that their number would not be an int.
         self.kind = "int" if self.axis.extent >= LONG else "int64_t"
-        self.before = "program / shares" if self.tiles else ""
 
     def source(self) -> list[str]:
         self.indent = 1
@@ -96,7 +95,7 @@ class RowsPrinter(CudaNames):
         if self.tiles:
             self.line(f"const int64_t program = {program};")
             self.line(f"const int64_t share = program % {SHARES};")
-            self.unravel(self.tiles, self.before)
+            self.unravel(self.tiles, f"program / {SHARES}")
         else:
             self.line(f"const int64_t share = {program};")
         count = index_expression(product(axis.extent for axis in self.share_axes))
@@ -180,9 +179,8 @@ class RowsPrinter(CudaNames):
         names = [n.access.buffer.name for n in loop.body if isinstance(n, Load)]
         stores = [n for n in loop.body if isinstance(n, Store) and self.is_along(n.access)]
         with self.each_vector():
-            if (
-                is_first and self.slots
-            ):  # where there is one loop, a group is new in each turn of it
+            if is_first and self.slots:
+                # Where there is one loop alone, each turn of it makes one more group.
                 self.line(f"row.wait<{self.team.stages}>({'0' if is_last else 'k'});")
             with self.block("if (row.has(k))"):
                 lanes = self.team.lanes

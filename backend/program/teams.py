@@ -111,6 +111,9 @@ def with_teams(plan: Plan, clusters: Clusters) -> Plan:
         raise _refused(plan, "results of their own", "some that are parts of one tensor")
     launches = []
     for launch in plan.launches:
+        for node in (*launch.scalars, *walk(*launch.body)):
+            if complaint := _of_any_node(node):
+                raise _refused(plan, *complaint)
         is_over_rows = bool(launch.inner)
         team = _Rows(plan, launch).team(clusters) if is_over_rows else _of_elements(plan, launch)
         blocks = _blocks(launch, team)
@@ -143,8 +146,6 @@ def _of_elements(plan: Plan, launch: Launch) -> Team:
     more as share out the parts of their sums.
     """
     for node in launch.body:
-        if complaint := _of_any_node(node):
-            raise _refused(plan, *complaint)
         if not isinstance(node, Load | Store | Compute | Keep | Recall):
             raise _refused(plan, "sums along rows", f"{type(node).__name__} of each element")
     width = plan.region.compute_dtype.itemsize
@@ -203,8 +204,6 @@ class _Rows:
 
     def complaint(self, node: Node, axis: str) -> tuple[str, str] | None:
         """What was expected of a node instead of what it is; None if it can be printed."""
-        if complaint := _of_any_node(node):
-            return complaint
         match node:
             case Load(access) | Store(_, access):
                 step = access.strides.get(axis, 1)

@@ -6,6 +6,7 @@ Its Python bindings (`cuda.bindings`, checked on 13.0) come with torch's CUDA bu
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Function]:
 
     major, minor = torch.cuda.get_device_capability(device)
     code = nvrtc.compiled(source.text, 10 * major + minor)
-    torch.cuda.current_stream(device)  # the device's context is there from now on
+    _enter_context()
     module = checked(driver.cuModuleLoadData(code))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return {
@@ -90,6 +91,7 @@ class Function:
 
     def __call__(self, blocks: int, arguments: Sequence[int]) -> None:
         """Launches it on the current stream. arguments: 8 bytes each."""
+        _enter_context()
         count, each = len(arguments), ctypes.sizeof(ctypes.c_int64)
         values = (ctypes.c_int64 * count)(*arguments)
         first = ctypes.addressof(values)
@@ -101,6 +103,23 @@ class Function:
                 *(ctypes.addressof(addresses), 0),
             )
         )
+
+
+_here = threading.local()
+
+
+def _enter_context() -> None:
+    """In a thread that has called nothing of CUDA's yet the driver has no context, unlike torch,
+    whose runtime enters the current device's when it needs it.
+    """
+    if getattr(_here, "has_context", False):
+        return
+    from cuda.bindings import driver
+
+    if not int(checked(driver.cuCtxGetCurrent())):
+        device = checked(driver.cuDeviceGet(torch.cuda.current_device()))
+        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
+    _here.has_context = True
 
 
 def checked(answer: tuple[Any, ...]) -> Any:

@@ -24,10 +24,11 @@ log = logging.getLogger(__name__)
 
 class GpuKernel:
     """A region's kernels for sizes of given classes. Call it with the region's input tensors and
-    its run-time sizes. dialect: what they are written in.
+    its run-time sizes. dialect: what they are written in. instead: how the region runs where they
+    cannot be built.
     """
 
-    dialect = ""
+    dialect, instead = "", "unfused"
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -68,8 +69,8 @@ class GpuKernel:
     def _fail(self, error: Exception | None) -> bool:
         self._failed = True
         log.warning(
-            "region %s runs unfused: its %s kernel could not be built: %s",
-            *(self.region.name, self.dialect, error),
+            "region %s runs %s: its %s kernel could not be built: %s",
+            *(self.region.name, self.instead, self.dialect, error),
         )
         return False
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from normpass.backend.codegen import cuda as generator
+from normpass.backend.codegen.cuda_names import SHARES
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import symbol
 from normpass.backend.program.teams import WARP, roomier, share_count
@@ -77,7 +78,7 @@ class CudaKernel(GpuKernel):
         UnsupportedPlanError: if there is no CUDA C++ of the region's plan.
     """
 
-    dialect = "CUDA"
+    dialect, instead = "CUDA", "in Triton"
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class Calls:
             launch = self.plan.launches[kernel.number]
             outer = {axis.name: lengths[axis.name] for axis in launch.outer}
             shares = share_count(launch, outer, function.teams)
-            integers["shares"] = shares
+            integers[SHARES] = shares
             for space in launch.workspaces:
                 count = product(lengths[axis] for axis in space.axes)
                 kind = "kept"

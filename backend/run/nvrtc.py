@@ -16,7 +16,8 @@ from typing import Any
 from normpass.backend.run.toolchain import cache_dir
 
 HEADERS = ("normpass.cuh", "cuda_device.cuh")
-OPTIONS = ("--std=c++17", "--device-int128")
+OPTIONS = ("--std=c++17",)
+DIGEST = hashlib.sha256().digest_size
 
 
 class CompileError(RuntimeError):
@@ -33,14 +34,24 @@ def compiled(text: str, capability: int) -> bytes:
         CompileError: if it does not take the text.
     """
     path = _path(text, capability)
-    if path.exists():
-        return path.read_bytes()
+    if (code := _found(path)) is not None:
+        return code
     code = _compile(text, capability)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-        file.write(code)
+        file.write(hashlib.sha256(code).digest() + code)
     os.replace(file.name, path)  # in one step: processes that write the same one agree
     return code
+
+
+def _found(path: Path) -> bytes | None:
+    """What the cache has; None where that is nothing, or not what was written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:DIGEST], content[DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
 
 
 def _path(text: str, capability: int) -> Path:

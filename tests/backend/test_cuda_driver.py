@@ -5,6 +5,8 @@ The structures and constants are those of the real bindings.
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,21 @@ class FakeDriver:
         self.sources: list[CudaSource] = []
         self.set: dict[str, int] = {}
         self.clusters: list[tuple[int, int, int]] = []
+        self.contexts: dict[int, Any] = {}  # by thread
+
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        return *SUCCESS, self.contexts.get(threading.get_ident(), 0)
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+        return *SUCCESS, f"device {index}"
+
+    def cuDevicePrimaryCtxRetain(self, device: str) -> tuple[Any, ...]:
+        assert device == "device 3"
+        return *SUCCESS, 33
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[Any, ...]:
+        self.contexts[threading.get_ident()] = context
+        return SUCCESS
 
     def compiled(self, text: str, capability: int) -> bytes:
         assert capability == 90
@@ -54,6 +71,7 @@ class FakeDriver:
         return cuda_driver.build(source, device)
 
     def cuModuleLoadData(self, code: bytes) -> tuple[Any, ...]:
+        assert threading.get_ident() in self.contexts
         assert code.decode() == self.sources[-1].text
         return *SUCCESS, cuda_on_cpu.build(self.sources[-1], torch.device("cpu"))
 
@@ -84,6 +102,8 @@ class FakeDriver:
     def cuLaunchKernel(self, function: Any, *arguments: Any) -> tuple[Any, ...]:
         if self.failing:
             return (self.failing,)
+        if threading.get_ident() not in self.contexts:
+            return (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         *size, shared, stream, parameters, extra = arguments
         assert (size[1:3], size[4:6], stream, extra) == ([1, 1], [1, 1], 77, 0)
         assert shared == self.set[function.name]
@@ -107,6 +127,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     properties = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(cuda_driver, "_here", threading.local())
     stream = SimpleNamespace(cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     return found
@@ -121,6 +143,7 @@ def softmax_kernel(fake: FakeDriver, width: int = 64, **clusters: int) -> CudaKe
 def launched(kernel: CudaKernel, x: torch.Tensor) -> None:
     (y,) = kernel([x], [len(x)])
     torch.testing.assert_close(y, torch.softmax(x, 1))
+    assert not kernel._failed
 
 
 def test_a_launch_takes_addresses_and_sizes(fake: FakeDriver) -> None:
@@ -129,6 +152,15 @@ def test_a_launch_takes_addresses_and_sizes(fake: FakeDriver) -> None:
         launched(kernel, torch.randn(rows, 64))
     assert len(fake.sources) == 1  # it is built once
     assert not fake.clusters
+
+
+def test_a_thread_that_has_called_nothing_yet_can_launch(fake: FakeDriver) -> None:
+    """The driver knows no context there, as in threads of Python that torch has not worked in."""
+    kernel = softmax_kernel(fake)
+    launched(kernel, torch.randn(5, 64))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launched, kernel, torch.randn(5, 64)).result()
+    assert len(fake.contexts) == 2
 
 
 def test_as_many_teams_as_find_room(fake: FakeDriver) -> None:

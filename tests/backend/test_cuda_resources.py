@@ -61,6 +61,17 @@ def test_what_was_compiled_is_found_again(
     assert nvrtc.compiled(text, 90) == code
 
 
+@needs_nvrtc
+def test_a_damaged_binary_is_compiled_again(fresh_cache: Path) -> None:
+    text = generate(cuda_on_cpu.plan_of("softmax", c="1024")).text
+    code = nvrtc.compiled(text, 90)
+    (file,) = (fresh_cache / "normpass" / "cuda").iterdir()
+    for damaged in (b"", file.read_bytes()[:-7]):
+        file.write_bytes(damaged)
+        assert nvrtc.compiled(text, 90) == code
+    assert len(file.read_bytes()) > len(code)
+
+
 def test_without_the_compiler_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise RuntimeError("Failure finding libnvrtc.so")
