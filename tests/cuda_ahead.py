@@ -8,14 +8,13 @@ import pytest
 from triton_ahead import usage
 
 from normpass.backend.codegen.cuda import generate
-from normpass.backend.program.teams import roomier
+from normpass.backend.program.teams import roomier, shared_bytes, team_of
 from normpass.backend.run import nvrtc
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from normpass.backend.program.teams import Team
-    from normpass.backend.program.tree import Plan
+    from normpass.backend.program.tree import Launch, Plan
 
 needs_nvrtc = pytest.mark.skipif(
     nvrtc.version() is None, reason="needs NVIDIA's run-time compiler, and it is not installed"
@@ -31,19 +30,20 @@ def resources(plan: Plan, capability: int, folder: Path) -> str:
     """What a plan's kernel over rows takes as a GPU runs it: with a team that has more registers
     where those of the first would not suffice. None of its kernels spills.
     """
-    teams: dict[int, Team] = {}
+    others: dict[int, Launch] = {}
     while True:
-        source = generate(plan, teams)
+        source = generate(plan, others)
         taken = usage(nvrtc.compiled(source.text, capability), folder)
         kernel = source.kernels[0]
         registers, spilled = taken[kernel.name]
-        found = roomier(kernel.team) if spilled else None
+        found = roomier(kernel.launch) if spilled else None
         if found is None:
             break
-        teams[0] = found
+        others[0] = found
     assert not any(stack for _, stack in taken.values()), (source.text, taken)
-    team = kernel.team
+    team = team_of(kernel.launch)
     return (
         f"{team.blocks} x {team.threads} threads, {team.vectors} vectors of {team.lanes}, "
-        f"{team.programs} at once, {registers} registers, {team.shared} bytes shared"
+        f"{kernel.launch.blocks.programs} at once, {registers} registers, "
+        f"{shared_bytes(kernel.launch)} bytes shared"
     )

@@ -18,6 +18,7 @@ import triton_regions
 from normpass.backend.codegen import cuda
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.teams import shared_bytes, team_of
 from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.passes.region_text import parse
 
@@ -66,11 +67,11 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Any]:
     """The functions of a module, by name, for tensors of a CPU."""
     text = source.text
     for kernel in source.kernels:
-        team = kernel.team
+        team = team_of(kernel.launch)
         text += (
             f'extern "C" void run_{kernel.name}(int64_t grid, void* const* arguments) {{\n'
-            f"  host::launch({kernel.name}, grid, {team.threads}, {team.blocks}, {team.shared}, "
-            "arguments);\n}\n"
+            f"  host::launch({kernel.name}, grid, {team.threads}, {team.blocks}, "
+            f"{shared_bytes(kernel.launch)}, arguments);\n}}\n"
         )
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = Path(tempfile.mkdtemp())

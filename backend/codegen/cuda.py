@@ -9,7 +9,7 @@ combine what programs leave.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from normpass.backend.codegen.cuda_names import CudaNames, Kernel
-    from normpass.backend.program.teams import Team
-    from normpass.backend.program.tree import Plan
+    from normpass.backend.program.tree import Launch, Plan
 
-AS_PLANNED: Mapping[int, Team] = MappingProxyType({})
+AS_PLANNED: Mapping[int, Launch] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,15 @@ class CudaSource:
     kernels: tuple[Kernel, ...]
 
 
-def generate(plan: Plan, teams: Mapping[int, Team] = AS_PLANNED) -> CudaSource:
+def generate(plan: Plan, others: Mapping[int, Launch] = AS_PLANNED) -> CudaSource:
     """The CUDA C++ of a plan.
 
-    teams: of launches, by number, those that have others than were planned.
+    others: launches, by number, that have other teams than were planned.
     """
     printers: list[CudaNames] = []
     for number, launch in enumerate(plan.launches):
-        if number in teams:
-            launch = replace(launch, team=teams[number])
         kind = RowsPrinter if launch.inner else ElementsPrinter
-        printers.append(kind(plan, launch, number))
+        printers.append(kind(plan, others.get(number, launch), number))
     double = printers[0].double if printers else False
     lines = [f"// {line}" for line in str(plan.region).splitlines()]
     lines += [

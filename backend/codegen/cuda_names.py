@@ -11,6 +11,7 @@ from normpass.backend.codegen import cpp_names
 from normpass.backend.codegen.names import Names
 from normpass.backend.codegen.text import TYPES, factor, index_expression
 from normpass.backend.program.pointwise import POINTWISE
+from normpass.backend.program.teams import team_of
 from normpass.backend.program.tree import Load, Recall
 from normpass.passes.region import product
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     import sympy
 
-    from normpass.backend.program.teams import Team
     from normpass.backend.program.tree import Access, Accumulator, Launch, LoopAxis, Plan
 
 SHARES = "shares"  # the parameter that says among how many teams rows are shared out
@@ -41,15 +41,15 @@ RESERVED = frozenset((*WORDS.split(), *re.findall(r"[A-Za-z_]\w*", EXPRESSIONS))
 class Kernel:
     """One `__global__` function of a module.
 
-    number: of its launch in the plan. arguments: the names of its parameters, each of 8 bytes. An
-    address is p_<tensor>, or parts_<value> and kept_<value> of an array in memory; an int64_t is
-    n_<run-time size>, n_parts_<value>, or SHARES. team: how its threads go about it.
+    launch: what it was printed of, and its number in the plan. arguments: the names of its
+    parameters, each of 8 bytes. An address is p_<tensor>, or parts_<value> and kept_<value> of an
+    array in memory; an int64_t is n_<run-time size>, n_parts_<value>, or SHARES.
     """
 
     name: str
+    launch: Launch
     number: int
     arguments: tuple[str, ...]
-    team: Team
 
 
 class CudaNames(cpp_names.Names):
@@ -60,15 +60,12 @@ class CudaNames(cpp_names.Names):
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan)
         self.along = ""  # no axis has lanes
-        self.launch, self.number = launch, number
-        if launch.team is None:
-            raise AssertionError(f"expected a launch with a team, found launch {number} of {plan}")
-        self.team = launch.team
+        self.launch, self.number, self.team = launch, number, team_of(launch)
         self.kernel_name = f"{re.sub(r'[^A-Za-z0-9_]', '_', self.region.name)}_{number}"
         prefixes = ("next", "slots", "out")
         values = [*(b.name for b in self.buffers), *(op.name for op in self.region.ops)]
         self.free = Names(plan, RESERVED | {f"{p}_{v}" for p in prefixes for v in values})
-        self.tiles = [axis for axis in launch.outer if axis.name not in self.team.shares]
+        self.tiles = [axis for axis in launch.outer if axis.name not in launch.blocks.shares]
 
     def source(self) -> list[str]:
         """The kernel's lines."""
@@ -117,7 +114,7 @@ class CudaNames(cpp_names.Names):
     def kernel(self) -> Kernel:
         """What was printed."""
         names = tuple(name for name, _ in self.parameters())
-        return Kernel(self.kernel_name, self.number, names, self.team)
+        return Kernel(self.kernel_name, self.launch, self.number, names)
 
     def parameters(self) -> list[tuple[str, str]]:
         """Name and type of each parameter: of all there could be, those that the text uses."""
@@ -138,7 +135,7 @@ class CudaNames(cpp_names.Names):
         """The function's first lines."""
         team = self.team
         cluster = f" CLUSTER({team.blocks})" if team.blocks > 1 else ""
-        bounds = f"__launch_bounds__({team.threads}, {team.programs})"
+        bounds = f"__launch_bounds__({team.threads}, {self.launch.blocks.programs})"
         text = ", ".join(f"{kind} {name}" for name, kind in self.parameters())
         return [
             f'extern "C" __global__{cluster} void {bounds}',

@@ -41,19 +41,21 @@ class RowsPrinter(CudaNames):
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan, launch, number)
         (self.axis,) = launch.inner
-        self.share_axes = [plan.axis[name] for name in self.team.shares]
-        self.slots = {load.access.buffer.name for load in (*self.team.staged, *self.team.held)}
+        shares = launch.blocks.shares
+        self.share_axes = [plan.axis[name] for name in shares]
+        self.on_chip = (*self.team.staged, *launch.held)  # what has slots
+        self.held = {load.access.buffer.name for load in launch.held}
         self.ahead = [
             node
             for node in launch.body
-            if isinstance(node, Load) and not set(self.team.shares).isdisjoint(node.access.strides)
+            if isinstance(node, Load) and not set(shares).isdisjoint(node.access.strides)
         ]
         # There is no memory for so many long rows that their number would not be an int.
         self.kind = "int" if self.axis.extent >= LONG else "int64_t"
 
     def source(self) -> list[str]:
         self.indent = 1
-        self.on_chip()
+        self.places()
         self.share()
         self.asking()
         for accumulator in self.launch.shared:
@@ -69,7 +71,7 @@ class RowsPrinter(CudaNames):
 
     # -- before rows
 
-    def on_chip(self) -> None:
+    def places(self) -> None:
         """A thread's elements, its slots, and where the team adds up."""
         team = self.team
         sizes = f"{team.threads}, {team.blocks}, {team.vectors}, {team.lanes}"
@@ -79,7 +81,7 @@ class RowsPrinter(CudaNames):
         if team.together:
             self.line(f"Exchange<scalar, Row, {team.together}> exchange(chip);")
         first = team.exchange
-        for load in (*team.staged, *team.held):
+        for load in self.on_chip:
             name, stages = load.access.buffer.name, team.stages if load in team.staged else 1
             kind = TYPES[load.access.buffer.dtype].cpp
             self.line(f"const Slots<Row, {kind}, {stages}> slots_{name}(chip + {first});")
@@ -107,7 +109,7 @@ class RowsPrinter(CudaNames):
     def asking(self) -> None:
         """What is on its way before the first row, and how later rows are asked for."""
         team = self.team
-        for load in team.held:
+        for load in self.launch.held:
             with self.each_vector():
                 self.ask(load.access, "0")
         if team.staged:
@@ -115,7 +117,7 @@ class RowsPrinter(CudaNames):
                 self.indices()
                 for load in team.staged:
                     self.ask(load.access, "stage")
-        if team.staged or team.held:
+        if self.on_chip:
             self.line(f"for (int stage = 0; stage < {team.stages}; ++stage)")
             self.indent += 1
             with self.each_vector():
@@ -179,13 +181,13 @@ class RowsPrinter(CudaNames):
         names = [n.access.buffer.name for n in loop.body if isinstance(n, Load)]
         stores = [n for n in loop.body if isinstance(n, Store) and self.is_along(n.access)]
         with self.each_vector():
-            if is_first and self.slots:
+            if is_first and self.on_chip:
                 # Where there is one loop alone, each turn of it makes one more group.
                 self.line(f"row.wait<{self.team.stages}>({'0' if is_last else 'k'});")
             with self.block("if (row.has(k))"):
                 lanes = self.team.lanes
                 for name in names:
-                    stage = "0" if name in self.held_names() else "stage"
+                    stage = "0" if name in self.held else "stage"
                     kind = "bool" if name in self.truth else "scalar"
                     self.line(f"{kind} {self.free.value[name]}[{lanes}];")
                     self.line(f"slots_{name}.read({self.free.value[name]}, {stage}, k);")
@@ -204,7 +206,7 @@ class RowsPrinter(CudaNames):
                 if is_last and self.team.staged:
                     ahead = f"number + {self.team.stages}"
                     self.line(f"if ({ahead} < last) ask({ahead}, stage, k);")
-            if is_last and self.slots:
+            if is_last and self.on_chip:
                 self.line("device::group();")
 
     def in_lanes(self, node: Node) -> None:
@@ -306,6 +308,3 @@ class RowsPrinter(CudaNames):
         strides = self.plan.array_strides(accumulator.axes)
         left = {axis: step for axis, step in strides.items() if axis != self.axis.name}
         return f"{self.part(accumulator, index)} + {self.offset(left)}".removesuffix(" + 0")
-
-    def held_names(self) -> set[str]:
-        return {load.access.buffer.name for load in self.team.held}

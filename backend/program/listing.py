@@ -201,6 +201,6 @@ def _launch(number: int, launch: Launch) -> str:
     found += [f"writes {' '.join(kept)}"] if kept else []
     if team := launch.team:
         found += [f"teams of {team.blocks} blocks"] if team.blocks > 1 else []
-        found += [f"{team.vectors} vectors of {team.lanes} in a thread"] if team.shares else []
+        found += [f"{team.vectors} vectors of {team.lanes} in a thread"] if team.staged else []
         found += [f"{team.stages} rows on chip"] if team.staged else []
     return ", ".join([*found, f"{blocks.warps} warps"])

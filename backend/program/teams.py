@@ -37,7 +37,7 @@ from normpass.backend.program.tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from normpass.backend.program.machine import Clusters
     from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
@@ -46,36 +46,34 @@ WARP = 32
 # Bytes that a thread reads at a time, and the fewest that go on chip without its waiting for them.
 WIDEST, NARROWEST = 16, 4
 STAGES = 2
-# Threads of a block that combines parts.
-COMBINING = 256
+# Threads of a block that combines parts, and of one whose threads have an element each.
+COMBINING, ALONE = 256, 128
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
 UNSUPPORTED = frozenset({"to_int8", "to_uint8", "to_float8_e4m3fn", "to_float8_e5m2"})
 
 
 @dataclass(frozen=True)
 class Team:
-    """What works on a row, and what it has of it.
+    """What works on a row, and what it has of it. Its launch tells which rows it shares with others
+    (`Blocks.shares`), what it reads once for all of them (`held`), and how many blocks run on a
+    multiprocessor at once (`Blocks.programs`).
 
-    shares: the outer axes, as one, of which every team takes a contiguous share. threads: of a
-    block. blocks: of a team. lanes: neighbours in memory that a thread reads at a time. vectors:
-    so many times of each row. stages: rows that are on chip, or on their way, at once. staged: what
-    is read of every row. held: what is read once for all of them. together: the most sums along a
-    row that are added up over a team at once. beside: bytes of shared memory for other things.
-    width: bytes of a number that is computed with. programs: blocks at once of a multiprocessor.
+    threads: of a block. width: bytes of a number that is computed with. blocks: of a team. lanes:
+    neighbours in memory that a thread reads at a time. vectors: so many times of each row. stages:
+    rows that are on chip, or on their way, at once. staged: what is read of every row. together:
+    the most sums along a row that are added up over a team at once. beside: bytes of shared memory
+    for other things.
     """
 
-    shares: tuple[str, ...] = ()
-    threads: int = 256
+    threads: int
+    width: int
     blocks: int = 1
     lanes: int = 1
     vectors: int = 1
     stages: int = 1
     staged: tuple[Load, ...] = ()
-    held: tuple[Load, ...] = ()
     together: int = 0
     beside: int = 0
-    width: int = 4
-    programs: int = 1
 
     @property
     def elements(self) -> int:
@@ -95,10 +93,18 @@ class Team:
         stages = self.stages if load in self.staged else 1
         return stages * self.elements * int(load.access.buffer.dtype.itemsize)
 
-    @property
-    def shared(self) -> int:
-        """Bytes of a block's shared memory."""
-        return self.beside + self.exchange + sum(map(self.on_chip, (*self.staged, *self.held)))
+
+def team_of(launch: Launch) -> Team:
+    """The team of a launch that has one."""
+    if launch.team is None:
+        raise AssertionError(f"expected a launch with a team, found {launch}")
+    return launch.team
+
+
+def shared_bytes(launch: Launch) -> int:
+    """Shared memory of a block of a launch's team."""
+    team = team_of(launch)
+    return team.beside + team.exchange + sum(map(team.on_chip, (*team.staged, *launch.held)))
 
 
 def with_teams(plan: Plan, clusters: Clusters) -> Plan:
@@ -114,25 +120,10 @@ def with_teams(plan: Plan, clusters: Clusters) -> Plan:
         for node in (*launch.scalars, *walk(*launch.body)):
             if complaint := _of_any_node(node):
                 raise _refused(plan, *complaint)
-        is_over_rows = bool(launch.inner)
-        team = _Rows(plan, launch).team(clusters) if is_over_rows else _of_elements(plan, launch)
-        blocks = _blocks(launch, team)
-        launches.append(replace(launch, team=team, blocks=blocks, held=team.held))
+        launches.append(
+            _Rows(plan, launch).fitting(clusters) if launch.inner else _of_elements(plan, launch)
+        )
     return replace(plan, launches=tuple(launches))
-
-
-def _blocks(launch: Launch, team: Team) -> Blocks:
-    """What a team works on at a time: a row, or as many elements as it has threads for."""
-    size = {axis.name: 1 for axis in launch.outer if axis.name not in team.shares}
-    size |= {axis.name: int(axis.extent) for axis in launch.inner}
-    if team.shares:
-        size[SHARED] = 1
-    elif launch.outer:
-        size[launch.outer[-1].name] = WARP if team.beside else team.threads
-    inner = frozenset(axis.name for axis in launch.inner)
-    parts = team.threads // WARP if team.beside else 1
-    warps = team.blocks * team.threads // WARP
-    return Blocks(team.shares, size, inner, parts, warps, team.programs)
 
 
 def _refused(plan: Plan, expected: str, found: str) -> UnsupportedPlanError:
@@ -141,17 +132,22 @@ def _refused(plan: Plan, expected: str, found: str) -> UnsupportedPlanError:
     )
 
 
-def _of_elements(plan: Plan, launch: Launch) -> Team:
-    """Of a launch without loops: a thread for each element, or a warp for neighbours and as many
-    more as share out the parts of their sums.
+def _of_elements(plan: Plan, launch: Launch) -> Launch:
+    """A launch without loops: a thread for each element, or a warp for neighbours and as many more
+    as share out the parts of their sums.
     """
     for node in launch.body:
         if not isinstance(node, Load | Store | Compute | Keep | Recall):
             raise _refused(plan, "sums along rows", f"{type(node).__name__} of each element")
     width = plan.region.compute_dtype.itemsize
-    if not launch.combined:
-        return Team(threads=128, width=width)
-    return Team(threads=COMBINING, beside=COMBINING * width, width=width)
+    team, parts = Team(ALONE, width), 1
+    if launch.combined:
+        team, parts = Team(COMBINING, width, beside=COMBINING * width), COMBINING // WARP
+    size = {axis.name: 1 for axis in launch.outer}
+    if launch.outer:
+        size[launch.outer[-1].name] = team.threads // parts
+    blocks = Blocks((), size, frozenset(), parts, team.threads // WARP)
+    return replace(launch, team=team, blocks=blocks)
 
 
 def _of_any_node(node: Node) -> tuple[str, str] | None:
@@ -246,46 +242,47 @@ class _Rows:
             )
         return lanes
 
-    def team(self, clusters: Clusters) -> Team:
-        """The smallest team that has room for rows ahead, or for one row, with threads enough if
-        there are so many.
+    def fitting(self, clusters: Clusters) -> Launch:
+        """The launch with the smallest team that has room for rows ahead, or for one row, with
+        threads enough if there are so many.
 
         Raises:
             UnsupportedPlanError: if there is none.
         """
         sizes = [1 << n for n in range(clusters.blocks.bit_length())]
         for is_enough, stages, blocks in product((True, False), (STAGES, 1), sizes):
-            team = self.of(blocks, stages, clusters)
+            launch = self.of(blocks, stages, clusters)
+            team, shared = team_of(launch), shared_bytes(launch)
             of_thread = team.vectors * team.lanes * team.width
             if is_enough and of_thread > clusters.of_thread:
                 continue
-            if self.sums(team) <= clusters.registers and team.shared <= clusters.shared:
-                return team
-        held = f"{self.sums(team)} registers for sums and {team.shared} bytes"
+            if self.sums(team) <= clusters.registers and shared <= clusters.shared:
+                return launch
+        held = f"{self.sums(team)} registers for sums and {shared} bytes"
         expected = f"rows that {clusters.blocks} blocks hold"
         raise _refused(self.plan, expected, f"{held} of a block at least")
 
-    def of(self, blocks: int, stages: int, clusters: Clusters) -> Team:
-        """A team of so many blocks, with no more threads than it takes: the fewer they are, the
+    def of(self, blocks: int, stages: int, clusters: Clusters) -> Launch:
+        """With a team of so many blocks, of no more threads than it takes: the fewer they are, the
         less they wait for each other, and the more rows are computed at once.
         """
-        most = clusters.of_thread // self.plan.region.compute_dtype.itemsize  # elements of a thread
+        width = self.plan.region.compute_dtype.itemsize
+        most = clusters.of_thread // width  # elements of a thread
         vectors = -(-int(self.axis.extent) // (self.lanes * blocks))
         threads = -(-vectors * self.lanes // most)
         threads = min(clusters.threads, -(-threads // WARP) * WARP)
         held = [load for load in self.rows if set(self.shares).isdisjoint(load.access.strides)]
-        staged = [load for load in self.rows if load not in held]
-        width = self.plan.region.compute_dtype.itemsize
-        team = Team(
-            *(self.shares, threads, blocks, self.lanes, -(-vectors // threads), stages),
-            *(tuple(staged), tuple(held), max(map(len, groups(self.launch.body)), default=0)),
-            width=width,
-        )
-        if any(self.over_rows()):
-            team = replace(team, together=max(1, team.together))
-        room = clusters.memory // (team.shared + clusters.system)
-        wanted = clusters.warps * WARP // threads
-        return replace(team, programs=max(1, min(room, wanted)))
+        staged = tuple(load for load in self.rows if load not in held)
+        together = max(int(any(self.over_rows())), *map(len, groups(self.launch.body)))
+        vectors = -(-vectors // threads)
+        team = Team(threads, width, blocks, self.lanes, vectors, stages, staged, together)
+        launch = replace(self.launch, team=team, held=tuple(held))
+        room = clusters.memory // (shared_bytes(launch) + clusters.system)
+        programs = max(1, min(room, clusters.warps * WARP // threads))
+        size = {axis.name: 1 for axis in launch.outer if axis.name not in self.shares}
+        size |= {SHARED: 1, self.axis.name: int(self.axis.extent)}
+        row, warps = frozenset({self.axis.name}), blocks * threads // WARP
+        return replace(launch, blocks=Blocks(self.shares, size, row, 1, warps, programs))
 
     def over_rows(self) -> Iterator[bool]:
         """Of each sum over rows, whether it is one along them too."""
@@ -298,19 +295,20 @@ class _Rows:
         return count * team.vectors * team.lanes * team.width // 4
 
 
-def roomier(team: Team) -> Team | None:
-    """The next team to try where a thread's registers do not suffice; None if there is none. Half a
-    vector's numbers take half as many registers, and a multiprocessor's are shared by fewer threads
-    if fewer blocks run at once.
+def roomier(launch: Launch) -> Launch | None:
+    """The launch with the next team to try where a thread's registers do not suffice; None if there
+    is none. Half a vector's numbers take half as many registers, and a multiprocessor's are shared
+    by fewer threads if fewer blocks run at once.
     """
-    sizes = [int(load.access.buffer.dtype.itemsize) for load in (*team.staged, *team.held)]
-    narrowest = team.lanes * min(sizes, default=NARROWEST) // 2
+    team, blocks = team_of(launch), launch.blocks
+    sizes = [int(load.access.buffer.dtype.itemsize) for load in (*team.staged, *launch.held)]
+    bytes = team.lanes * min(sizes, default=NARROWEST) // 2  # of the narrowest, if it is halved
     narrower = replace(team, lanes=team.lanes // 2, vectors=team.vectors * 2)
-    if team.lanes > 1 and narrowest >= WIDEST // 2:
-        return narrower
-    if team.programs > 1:
-        return replace(team, programs=team.programs - 1)
-    return narrower if team.lanes > 1 and narrowest >= NARROWEST else None
+    if team.lanes > 1 and bytes >= WIDEST // 2:
+        return replace(launch, team=narrower)
+    if blocks.programs > 1:
+        return replace(launch, blocks=replace(blocks, programs=blocks.programs - 1))
+    return replace(launch, team=narrower) if team.lanes > 1 and bytes >= NARROWEST else None
 
 
 def groups(body: Sequence[Node]) -> list[list[Finish]]:
@@ -334,11 +332,13 @@ def _names(axes: Sequence[LoopAxis]) -> str:
     return ", ".join(f"{axis.name} of {axis.extent}" for axis in axes) or "nothing"
 
 
-def share_count(launch: Launch, lengths: dict[str, int], teams: int) -> int:
-    """How many teams share the rows of a launch, of so many that run at once."""
-    team = launch.team
-    if team is None or not team.shares:
+def share_count(launch: Launch, lengths: Mapping[str, int], teams: int) -> int:
+    """How many teams share the rows of a launch, of so many that run at once. lengths: of its outer
+    axes.
+    """
+    shares = launch.blocks.shares
+    if not shares:
         return 1
-    tiles = prod(n for axis, n in lengths.items() if axis not in team.shares)
-    rows = prod(lengths[axis] for axis in team.shares)
+    tiles = prod(n for axis, n in lengths.items() if axis not in shares)
+    rows = prod(lengths[axis] for axis in shares)
     return max(1, min(-(-teams // max(tiles, 1)), rows))

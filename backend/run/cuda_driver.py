@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.backend.program.teams import shared_bytes, team_of
 from normpass.backend.run import nvrtc
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from normpass.backend.codegen.cuda import CudaSource
-    from normpass.backend.program.teams import Team
+    from normpass.backend.program.tree import Launch
 
 
 class DriverError(RuntimeError):
@@ -42,7 +43,7 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Function]:
     return {
         kernel.name: Function(
             checked(driver.cuModuleGetFunction(module, kernel.name.encode())),
-            *(kernel.team, processors),
+            *(kernel.launch, processors),
         )
         for kernel in source.kernels
     }
@@ -53,23 +54,23 @@ class Function:
     thread has for registers that do not suffice.
     """
 
-    def __init__(self, function: Any, team: Team, processors: int) -> None:
+    def __init__(self, function: Any, launch: Launch, processors: int) -> None:
         from cuda.bindings import driver
 
-        self.function, self.team, self._launch = function, team, driver.cuLaunchKernel
+        self.function, self._launch = function, driver.cuLaunchKernel
+        self.team, self.shared = team_of(launch), shared_bytes(launch)
         shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        checked(driver.cuFuncSetAttribute(function, shared, team.shared))
+        checked(driver.cuFuncSetAttribute(function, shared, self.shared))
         local = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
         self.spilled = checked(driver.cuFuncGetAttribute(local, function))
-        self.teams = self._clusters() if team.blocks > 1 else processors * self._blocks()
+        self.teams = self._clusters() if self.team.blocks > 1 else processors * self._blocks()
 
     def _blocks(self) -> int:
         """How many blocks run at once on a multiprocessor."""
         from cuda.bindings import driver
 
-        team = self.team
         found = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            self.function, team.threads, team.shared
+            self.function, self.team.threads, self.shared
         )
         return max(1, checked(found))
 
@@ -85,7 +86,7 @@ class Function:
         size.x, size.y, size.z = self.team.blocks, 1, 1
         config.gridDimX, config.gridDimY, config.gridDimZ = self.team.blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.team.threads, 1, 1
-        config.sharedMemBytes = self.team.shared
+        config.sharedMemBytes = self.shared
         config.attrs, config.numAttrs = [attribute], 1
         return max(1, checked(driver.cuOccupancyMaxActiveClusters(self.function, config)))
 
@@ -99,7 +100,7 @@ class Function:
         stream = torch.cuda.current_stream().cuda_stream
         checked(
             self._launch(
-                *(self.function, blocks, 1, 1, self.team.threads, 1, 1, self.team.shared, stream),
+                *(self.function, blocks, 1, 1, self.team.threads, 1, 1, self.shared, stream),
                 *(ctypes.addressof(addresses), 0),
             )
         )

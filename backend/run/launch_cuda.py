@@ -15,7 +15,7 @@ from normpass.backend.codegen import cuda as generator
 from normpass.backend.codegen.cuda_names import SHARES
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import symbol
-from normpass.backend.program.teams import WARP, roomier, share_count
+from normpass.backend.program.teams import roomier, share_count, team_of
 from normpass.backend.run.gpu_kernel import GpuKernel
 from normpass.backend.run.layouts import copied
 from normpass.passes.region import product
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from normpass.backend.codegen.cuda_names import Kernel
     from normpass.backend.program.machine import Machine
     from normpass.backend.program.sizes import SizeClass
-    from normpass.backend.program.teams import Team
-    from normpass.backend.program.tree import Plan
+    from normpass.backend.program.tree import Launch, Plan
     from normpass.passes.region import Region
 
 # Where arrays begin: at a sector of memory, and where no read of 16 bytes is in two of them.
@@ -109,16 +108,16 @@ class CudaKernel(GpuKernel):
         """The kernels on a device. Those whose registers do not suffice are built again for teams
         that have more.
         """
-        teams: dict[int, Team] = {}
+        others: dict[int, Launch] = {}
         source = self.source
         while True:
             functions = self.builder(source, device)
             spilling = [k for k in source.kernels if functions[k.name].spilled]
-            found = {k.number: team for k in spilling if (team := roomier(k.team))}
+            found = {k.number: other for k in spilling if (other := roomier(k.launch))}
             if not found:
                 return Calls(self.plan, source, functions)
-            teams |= found
-            source = generator.generate(self.plan, teams)
+            others |= found
+            source = generator.generate(self.plan, others)
 
     def _run(self, calls: Calls, tensors: list[Tensor], sizes: Sequence[int]) -> None:
         found = calls.of(tuple(sizes))
@@ -165,10 +164,9 @@ class Calls:
     def _alignment(self, name: str) -> int | None:
         """Of an input that is read along rows."""
         found = [
-            launch.team.lanes * load.access.buffer.dtype.itemsize
-            for launch in self.plan.launches
-            if launch.team
-            for load in (*launch.team.staged, *launch.team.held)
+            team_of(kernel.launch).lanes * load.access.buffer.dtype.itemsize
+            for kernel in self.source.kernels
+            for load in (*team_of(kernel.launch).staged, *kernel.launch.held)
             if load.access.buffer.name == name
         ]
         return min(max(found), 16) if found else None
@@ -188,8 +186,7 @@ class Calls:
         spaces: dict[str, int] = {}
         calls, size = [], 0
         for kernel in self.source.kernels:
-            function = self.functions[kernel.name]
-            launch = self.plan.launches[kernel.number]
+            function, launch = self.functions[kernel.name], kernel.launch
             outer = {axis.name: lengths[axis.name] for axis in launch.outer}
             shares = share_count(launch, outer, function.teams)
             integers[SHARES] = shares
@@ -199,14 +196,14 @@ class Calls:
                 if space.is_shared_sum:
                     kind = "parts"
                     parts = shares * product(
-                        outer[a] for a in outer.keys() - {*kernel.team.shares, *space.axes}
+                        outer[a] for a in outer.keys() - {*launch.blocks.shares, *space.axes}
                     )
                     integers[f"n_parts_{space.value}"] = parts
                     count *= parts
                 spaces[f"{kind}_{space.value}"] = size
-                size += -(-count * kernel.team.width // ALIGNED) * ALIGNED
+                size += -(-count * team_of(launch).width // ALIGNED) * ALIGNED
             calls.append(
-                self._call(kernel, function, blocks_of(kernel, outer, shares), spaces, integers)
+                self._call(kernel, function, blocks_of(launch, outer, shares), spaces, integers)
             )
         return Prepared(tuple(call for call in calls if call.blocks), size)
 
@@ -228,13 +225,13 @@ class Calls:
         )
 
 
-def blocks_of(kernel: Kernel, outer: Mapping[str, int], shares: int) -> int:
+def blocks_of(launch: Launch, outer: Mapping[str, int], shares: int) -> int:
     """A launch's grid. outer: the lengths of its outer axes."""
-    team = kernel.team
-    if team.shares:
-        tiles = product(n for axis, n in outer.items() if axis not in team.shares)
+    team, of_rows = team_of(launch), launch.blocks.shares
+    if of_rows:
+        tiles = product(n for axis, n in outer.items() if axis not in of_rows)
         return shares * tiles * team.blocks
-    at_a_time = WARP if team.beside else team.threads
+    at_a_time = team.threads // launch.blocks.parts
     return -(-product(outer.values()) // at_a_time)
 
 

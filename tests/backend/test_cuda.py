@@ -28,6 +28,7 @@ from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.program.listing import listing
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.teams import team_of
 from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.passes.region import product
 from normpass.passes.region_text import parse
@@ -132,7 +133,7 @@ def test_long_rows(name: str, c: str, t: str, blocks: int) -> None:
     text = fill(getattr(regions, name.upper()), c=c, t=t)
     oracle = getattr(mathematics, name.removesuffix("_forward"))
     kernel = kernel_of(text, MACHINES["H200"])
-    assert kernel.source.kernels[0].team.blocks == blocks
+    assert team_of(kernel.source.kernels[0].launch).blocks == blocks
     compare(Case(f"{name} {c}", text, ((4,),), oracle), kernel, (4,), "cpu", oracle)
 
 

@@ -19,6 +19,7 @@ from triton_regions import fill
 
 from normpass.backend.program.dialect import gpu_machine
 from normpass.backend.program.machine import GPU, cuda_machine
+from normpass.backend.program.teams import shared_bytes, team_of
 from normpass.backend.run import cuda_driver, launch_gpu, nvrtc
 from normpass.backend.run.cuda_driver import DriverError
 from normpass.backend.run.launch_cuda import CudaKernel
@@ -108,7 +109,7 @@ class FakeDriver:
         assert (size[1:3], size[4:6], stream, extra) == ([1, 1], [1, 1], 77, 0)
         assert shared == self.set[function.name]
         (kernel,) = (k for k in self.sources[-1].kernels if k.name == function.name)
-        assert size[3] == kernel.team.threads
+        assert size[3] == team_of(kernel.launch).threads
         count = len(kernel.arguments)
         addresses = (ctypes.c_void_p * count).from_address(parameters)
         values = [ctypes.c_int64.from_address(address).value for address in addresses]
@@ -165,10 +166,11 @@ def test_a_thread_that_has_called_nothing_yet_can_launch(fake: FakeDriver) -> No
 
 def test_as_many_teams_as_find_room(fake: FakeDriver) -> None:
     kernel = softmax_kernel(fake, 512, threads=32, blocks=4, of_thread=16)
-    team = kernel.source.kernels[0].team
+    launch = kernel.source.kernels[0].launch
+    team = team_of(launch)
     assert team.blocks == 4
     launched(kernel, torch.randn(9, 512))
-    assert fake.clusters == [(4, team.threads, team.shared)]
+    assert fake.clusters == [(4, team.threads, shared_bytes(launch))]
 
 
 def test_what_spills_is_built_for_teams_with_more_registers(fake: FakeDriver) -> None:
@@ -184,7 +186,7 @@ def test_what_always_spills_is_launched_in_the_end(fake: FakeDriver) -> None:
     fake.spilling = "softmax"
     kernel = softmax_kernel(fake)
     launched(kernel, torch.randn(5, 64))
-    programs = [source.kernels[0].team.programs for source in fake.sources]
+    programs = [source.kernels[0].launch.blocks.programs for source in fake.sources]
     assert programs == sorted(programs, reverse=True)
     assert programs[-1] == 1
 
@@ -239,9 +241,9 @@ def test_gpus_with_less_shared_memory_have_smaller_rows(
     machine = machine_of(width, capability, "cuda", t="bf16")
     assert (machine is not GPU) is (blocks is not None)
     if blocks:
-        team = plan_of("layer_norm_backward", capability, c=width, t="bf16").launches[0].team
-        assert team
-        assert (team.blocks, team.shared <= 99 << 10) == (blocks, True)
+        launch = plan_of("layer_norm_backward", capability, c=width, t="bf16").launches[0]
+        assert team_of(launch).blocks == blocks
+        assert shared_bytes(launch) <= 99 << 10
 
 
 HALVES = """
