@@ -65,6 +65,12 @@ class OnCpu:
 
 def build(source: CudaSource, device: torch.device) -> Mapping[str, Any]:
     """The functions of a module, by name, for tensors of a CPU."""
+    library = ctypes.CDLL(str(built(source)))
+    return {k.name: OnCpu(library, k) for k in source.kernels}
+
+
+def built(source: CudaSource) -> Path:
+    """A library with a function `run_<kernel>(grid, arguments)` for each kernel of a module."""
     text = source.text
     for kernel in source.kernels:
         team = team_of(kernel.launch)
@@ -82,7 +88,7 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Any]:
     command += ["-ffp-contract=off", f"-I{FIBERS}", f"-I{HEADERS}", str(file), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{text}\n{done.stderr[:3000]}"
-    return {k.name: OnCpu(ctypes.CDLL(str(library)), k) for k in source.kernels}
+    return library
 
 
 def kernel_of(region: Region, machine: Machine, classes: tuple[SizeClass, ...] = ()) -> CudaKernel:

@@ -278,7 +278,11 @@ class RowsPrinter(CudaNames):
         self.line(f"for (scalar& sum : {name}) sum = {neutral};")
 
     def leave(self) -> None:
-        """Writes a team's parts of the sums over rows."""
+        """Writes a team's parts of the sums over rows; of a team without rows something may be on
+        its way still.
+        """
+        if self.on_chip:
+            self.line("device::wait<0>();")
         along = [each for each in self.launch.shared if self.axis.name in each.axes]
         if along:
             with self.each_vector(), self.block("if (row.has(k))"):

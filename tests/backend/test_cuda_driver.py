@@ -5,6 +5,9 @@ The structures and constants are those of the real bindings.
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -28,6 +31,8 @@ from normpass.passes.region import RegionError
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from normpass.backend.codegen.cuda import CudaSource
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="NVIDIA's bindings are not installed")
@@ -195,6 +200,65 @@ def test_an_error_of_the_device_is_raised(fake: FakeDriver) -> None:
     fake.failing = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(DriverError, match="CUDA driver: CUDA_ERROR_ILLEGAL_ADDRESS"):
         launched(softmax_kernel(fake), torch.randn(5, 64))
+
+
+THROUGH_THE_BINDINGS = """
+import types
+from concurrent.futures import ThreadPoolExecutor
+import cuda_on_cpu, torch, triton_regions as regions
+from normpass.backend.program.machine import cuda_machine
+from normpass.backend.run import cuda_driver, nvrtc
+from normpass.backend.run.launch_cuda import CudaKernel
+from normpass.passes.region_text import parse
+
+sources = []
+
+def build(source, device):
+    sources.append(source)
+    return cuda_driver.build(source, device)
+
+nvrtc.compiled = lambda text, capability: str(cuda_on_cpu.built(sources[-1])).encode() + bytes(1)
+torch.cuda.get_device_capability = lambda _: (9, 0)
+torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=6)
+torch.cuda.current_stream = lambda *_: types.SimpleNamespace(cuda_stream=0)
+torch.cuda.current_device = lambda: 0
+
+def run(kernel, width):
+    x = torch.randn(9, width)
+    torch.testing.assert_close(kernel([x], [9])[0], torch.softmax(x, 1))
+
+def softmax(width, machine):
+    text = regions.fill(regions.SOFTMAX, c=str(width))
+    kernel = CudaKernel(parse(text), machine, (), build, None)
+    run(kernel, width)
+    return kernel
+
+softmax(16384, cuda_machine(90))  # more than 48 KiB on chip, which have to be asked for
+kernel = softmax(512, cuda_on_cpu.small(threads=32, blocks=4, of_thread=16))  # a cluster
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(run, kernel, 512).result()
+    pool.submit(softmax, 64, cuda_machine(90)).result()
+print(len(sources))
+"""
+
+
+def test_the_real_bindings_take_what_they_are_given(tmp_path: Path) -> None:
+    """NVIDIA's, over a driver that runs kernels on this CPU (cuda_on_cpu/libcuda.cpp)."""
+    library = tmp_path / "libcuda.so.1"
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-shared", "-fPIC"]
+    command += ["-Wl,-soname,libcuda.so.1", str(cuda_on_cpu.FIBERS / "libcuda.cpp")]
+    subprocess.run([*command, "-o", str(library), "-ldl"], check=True)
+    paths = [str(cuda_on_cpu.FIBERS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment["LD_LIBRARY_PATH"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", THROUGH_THE_BINDINGS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
 
 
 # ---- which dialect
