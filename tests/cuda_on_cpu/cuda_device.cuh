@@ -1,15 +1,17 @@
 // A GPU's threads on a CPU, for tests: what backend/codegen/cuda_device.cuh says in a GPU's own
-// instructions. Each thread of a cluster is a fiber; they run one after the other until all have
-// come to where they wait for each other.
+// instructions. Each thread of a cluster is a fiber. Its warps run one after the other, each as far
+// as it comes without the others: of every second cluster the last one first.
 //
-// It is stricter than a GPU. What has not been waited for is not there, what lies beyond a block's
-// memory or at a place that a copy cannot begin at is an error, and so is a thread that waits for
-// others that wait for something else.
+// It is stricter than a GPU. What has not been waited for is not there, and neither is what another
+// block wrote before a block began. Errors are what lies beyond a block's memory, at a place that a
+// copy cannot begin at, or in a block that has ended, and a thread that waits for others that wait
+// for something else.
 
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -71,8 +73,14 @@ struct Block {
   Index index_of_block;
   std::size_t size;
   std::vector<unsigned char> memory;
-  Block(unsigned index, std::size_t size)
-      : index_of_block{index}, size(size), memory(size + BEYOND + 16, FILLED) {}
+  bool has_begun = false;
+  int running;  // threads that have not ended
+  Block(unsigned index, std::size_t size, int threads)
+      : index_of_block{index}, size(size), memory(size + BEYOND + 16), running(threads) {}
+  void begin() {
+    if (!has_begun) std::fill(memory.begin(), memory.end(), FILLED);
+    has_begun = true;
+  }
   unsigned char* chip() {
     const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
     return memory.data() + (16 - address % 16) % 16;
@@ -119,9 +127,24 @@ inline bool release(std::vector<Thread>& all, std::size_t first, std::size_t cou
   return true;
 }
 
+// Runs the threads of a warp until they wait for other warps, or have ended.
+inline void run_warp(std::vector<Thread>& all, std::size_t first) {
+  do {
+    for (std::size_t k = first; k < first + 32; ++k) {
+      Thread& one = all[k];
+      if (one.waits != Waits::no) continue;
+      one.block->begin();
+      here = &one;
+      swapcontext(&scheduler, &one.context);
+      one.block->running -= one.waits == Waits::done;
+    }
+  } while (release(all, first, 32, Waits::warp));
+}
+
 inline void run_cluster(unsigned first, int threads, int blocks, std::size_t shared) {
   std::vector<std::unique_ptr<Block>> cluster;
-  for (int b = 0; b < blocks; ++b) cluster.push_back(std::make_unique<Block>(first + b, shared));
+  for (int b = 0; b < blocks; ++b)
+    cluster.push_back(std::make_unique<Block>(first + b, shared, threads));
   std::vector<Thread> all(threads * blocks);
   for (int k = 0; k < threads * blocks; ++k) {
     Thread& one = all[k];
@@ -135,22 +158,18 @@ inline void run_cluster(unsigned first, int threads, int blocks, std::size_t sha
     one.context.uc_link = &scheduler;
     makecontext(&one.context, fiber, 0);
   }
-  while (true) {
-    std::size_t done = 0;
-    for (Thread& one : all) {
-      if (one.waits == Waits::no) {
-        here = &one;
-        swapcontext(&scheduler, &one.context);
-      }
-      done += one.waits == Waits::done;
-    }
-    if (done == all.size()) break;
-    bool any = release(all, 0, all.size(), Waits::cluster);
+  const std::size_t warps = all.size() / 32;
+  const bool last_first = first / blocks % 2;
+  bool any = true;
+  while (any) {
+    for (std::size_t w = 0; w < warps; ++w)
+      run_warp(all, 32 * (last_first ? warps - 1 - w : w));
+    any = release(all, 0, all.size(), Waits::cluster);
     for (std::size_t k = 0; k < all.size(); k += threads)
       any |= release(all, k, threads, Waits::block);
-    for (std::size_t k = 0; k < all.size(); k += 32) any |= release(all, k, 32, Waits::warp);
-    if (!any) fail("its threads wait for different things");
   }
+  for (Thread& one : all)
+    if (one.waits != Waits::done) fail("its threads wait for different things");
   for (auto& block : cluster) block->check();
 }
 
@@ -215,6 +234,7 @@ inline void cluster_barrier() { host::wait_for(host::Waits::cluster); }
 template <typename T> void put_in_block(T* on_chip, int block, T value) {
   host::Thread& me = *host::here;
   const auto offset = reinterpret_cast<unsigned char*>(on_chip) - me.block->chip();
+  if (!(*me.cluster)[block]->running) host::fail("it writes to a block that has ended");
   std::memcpy((*me.cluster)[block]->chip() + offset, &value, sizeof value);
 }
 
