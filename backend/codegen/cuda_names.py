@@ -30,7 +30,7 @@ WORDS = (
     "or private protected public register return scalar short signed sizeof static struct switch "
     "template this throw true try typedef typename union unsigned using virtual void volatile "
     "while xor Row Slots Exchange Sum Prod Amax Amin chip exchange row rows program share shares "
-    "first last number stage element there part sum ask ask_values i j k p get put combine gather "
+    "first last number stage element there part sum ask ask_values i j k p get put combine "
     "accumulate mask_of std device blockIdx threadIdx"
 )
 EXPRESSIONS = " ".join(row.cpp for row in POINTWISE.values())

@@ -87,7 +87,7 @@ class RowsPrinter(CudaNames):
             self.line(f"const Slots<Row, {kind}, {stages}> slots_{name}(chip + {first});")
             first += team.on_chip(load)
         if team.blocks > 1:
-            self.line(f"gather<{team.blocks}>();")
+            self.line("device::cluster_barrier();  // all of its blocks are there")
 
     def share(self) -> None:
         """Which rows a team has."""
@@ -299,8 +299,6 @@ class RowsPrinter(CudaNames):
             if self.axis.name in each.op.axes:
                 self.add_up([each])
             self.line(f"if (row.is_first()) *({self.partial(each)}) = acc_{each.op.name};")
-        if self.team.blocks > 1:
-            self.line(f"gather<{self.team.blocks}>();")
 
     def partial(self, accumulator: Accumulator) -> str:
         """Where a team's own part is, or its first element along rows."""

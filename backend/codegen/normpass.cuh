@@ -195,8 +195,8 @@ struct Slots {
 };
 
 // Adds up over a team, in the same order every time. All threads of it get the same bits. Each warp
-// writes its sum to every block, and each warp adds up what all of them have written: one barrier.
-// Two sums after each other take turns in where they are written.
+// writes its sum to every block, and each warp adds up what all of them have written: one barrier,
+// after which a block may end. Two sums after each other take turns in where they are written.
 template <typename scalar, typename Row, int TOGETHER>
 struct Exchange {
   static constexpr int warps = Row::threads / WARP, parts = warps * Row::blocks;
@@ -234,11 +234,6 @@ struct Exchange {
     return across<Op>(sum);
   }
 };
-
-// Before blocks of a cluster use each other's memory, and before the first of them ends.
-template <int BLOCKS> __device__ void gather() {
-  if constexpr (BLOCKS > 1) device::cluster_barrier();
-}
 
 // ---- partial results
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -34,6 +35,8 @@ from normpass.passes.region import product
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from normpass.backend.program.machine import Machine
     from normpass.backend.run.gpu_kernel import GpuKernel
 
@@ -118,6 +121,70 @@ def test_kernels_compute_what_their_regions_mean(name: str, machine: str) -> Non
 def test_rows_with_a_mask() -> None:
     """Whose elements of one byte go on chip four at a time."""
     check(MASKED, MACHINES["H200"])
+
+
+# Sums over rows for each v, and over all of them: of these every v leaves parts.
+BESIDE = """
+region beside
+axes    v=3 r=40 c=64
+input   x: f32[v r c]
+top     = amax[c](x)
+y       = sub(x, top)
+of_v    = sum[r](y)
+of_rows = sum[v r](y)
+of_all  = sum[v r c](y)
+output  out: f32[v r c] = y
+output  each: f32[v c] = of_v
+output  rows: f32[c] = of_rows
+output  all: f32[1] = of_all
+"""
+# Rows along two axes, of which one is two of the region's that are one in memory.
+APART = """
+region apart
+axes    r=? q=? c=16 d=?
+sizes   t=?
+input   x: f64[(r d) q c] (16, t, 1)
+total   = sum[c](x)
+y       = mul(total, 2.0)
+output  out: f64[(r d) q] = y
+"""
+
+
+def beside(x: Tensor) -> tuple[Tensor, ...]:
+    y = x - x.amax(2, keepdim=True)
+    return y, y.sum(1), y.sum((0, 1)), y.sum()[None]
+
+
+NUMBERS = {"x": [math.nan, 1.0, math.inf, -math.inf, 2.0]}
+MORE = {
+    case.name: case
+    for case in (
+        Case(
+            "several warps",
+            fill(regions.LAYER_NORM_BACKWARD, c="2048"),
+            ((7,),),
+            mathematics.layer_norm_backward,
+        ),
+        Case(
+            "NaN among others",
+            fill(regions.EXTREMES, c="64"),
+            ((5,),),
+            mathematics.extremes,
+            NUMBERS,
+        ),
+        Case("sums of tiles", BESIDE, ((),), beside),
+        Case("rows along two axes", APART, ((3, 4, 5, 240),), lambda x: (2 * x.sum(2),)),
+    )
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_sums_of_several_warps_and_tiles(name: str, machine: str) -> None:
+    with suppress(UnsupportedPlanError):  # of machines that are too small
+        check(MORE[name], MACHINES[machine])
+        return
+    assert machine != "H200"
 
 
 @pytest.mark.parametrize(
