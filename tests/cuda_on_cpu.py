@@ -23,7 +23,7 @@ from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from normpass.backend.program.machine import Machine
     from normpass.backend.program.sizes import SizeClass
     from normpass.backend.program.tree import Plan
+    from normpass.backend.run.prepared import Parameters
     from normpass.passes.region import Region
 
 HEADERS = Path(cuda.__file__).parent
@@ -54,13 +55,8 @@ class OnCpu:
         self.run.argtypes = (ctypes.c_int64, ctypes.c_void_p)
         self.teams, self.spilled = TEAMS, 0
 
-    def __call__(self, blocks: int, arguments: Sequence[int]) -> None:
-        values = (ctypes.c_int64 * len(arguments))(*arguments)
-        first, each = ctypes.addressof(values), ctypes.sizeof(ctypes.c_int64)
-        self.run(
-            blocks,
-            (ctypes.c_void_p * len(arguments))(*(first + k * each for k in range(len(arguments)))),
-        )
+    def __call__(self, blocks: int, parameters: Parameters, stream: ctypes.c_void_p) -> None:
+        self.run(blocks, parameters)
 
 
 def build(source: CudaSource, device: torch.device) -> Mapping[str, Any]:

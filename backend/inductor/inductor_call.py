@@ -1,8 +1,9 @@
 """How code that Inductor prints calls a region.
 
-Inductor calls an operator it does not know through the dispatcher. On CPUs its code calls the
-region's kernel directly instead: with caches swept by the tensors of a step, the detour through the
-dispatcher costs about 40 us, as much as a twentieth of a backward over 50 MB.
+Inductor calls an operator it does not know through the dispatcher. Its code calls the region's
+kernel directly instead: on CPUs, with caches swept by the tensors of a step, the detour through the
+dispatcher costs about 40 us, as much as a twentieth of a backward over 50 MB; on GPUs a call has to
+be over before the kernels that it launches are.
 
 Code without Python has the kernel in it where it runs on CPUs (cpp_call.py). On GPUs regions stay
 with Inductor there, as they do where its code is a graph (`no_call`).
@@ -36,6 +37,8 @@ from normpass.passes.sizes import expected
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
 log = logging.getLogger(__name__)
 
 NAME = "normpass_region"
@@ -43,6 +46,8 @@ IMPORT = f"from normpass.backend.run.runtime import launch as {NAME}"
 # Where tensors lie as the region's text says: a name for each place that calls one.
 CALL_SITE = "normpass_call_site"
 IMPORT_CALL_SITE = f"from normpass.backend.run.runtime import CallSite as {CALL_SITE}"
+GPU_CALL_SITE = "normpass_gpu_call_site"
+IMPORT_GPU_CALL_SITE = f"from normpass.backend.run.launch_gpu import CallSite as {GPU_CALL_SITE}"
 
 
 @cache
@@ -102,10 +107,14 @@ def _examples(sizes: Sequence[Any], graph: Any) -> tuple[int, ...]:
     return tuple(expected(sympy.sympify(size).subs(known)) for size in sizes)
 
 
-def _start(text: str, sizes: tuple[int, ...], device: str, graph: Any) -> None:
+def _start(text: str, sizes: tuple[int, ...], device: torch.device, graph: Any) -> None:
     """Begins to compile a region's kernel while Inductor goes on."""
-    if device == "cpu":
+    if device.type == "cpu":
         bundled.note(graph, kernel(text, sizes))
+    elif device.type == "cuda":
+        from normpass.backend.run import launch_gpu
+
+        launch_gpu.start(text, sizes, device)
 
 
 def _only_images(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -129,17 +138,22 @@ def _calls() -> tuple[type[Any], type[Any]]:
     from torch._inductor import ir
 
     class RegionKernel(ir.FallbackKernel):
-        """The operator, called by another name where Python calls it with CPU tensors."""
+        """The operator, called by another name where Python calls it."""
 
         def codegen(self, wrapper: Any) -> None:
             device = self.get_device()
-            if device is not None and device.type == "cpu":
-                self.python_kernel_name = self.name_for_python(wrapper)
+            name_on = {"cpu": self.name_on_cpu, "cuda": self.name_on_gpu}
+            find = name_on.get(device.type) if device is not None else None
+            if find and (name := find(wrapper)):
+                self.python_kernel_name = name
             super().codegen(wrapper)
 
-        def name_for_python(self, wrapper: Any) -> str:
+        def name_on_cpu(self, wrapper: Any) -> str:
             wrapper.add_import_once(IMPORT)
             return NAME
+
+        def name_on_gpu(self, wrapper: Any) -> str | None:
+            return None
 
     class SettledRegionKernel(RegionKernel):
         """One whose tensors lie as its text says.
@@ -156,14 +170,21 @@ def _calls() -> tuple[type[Any], type[Any]]:
             inputs: Sequence[Any] = self.inputs
             keep([inputs[dead].get_name() for dead in self.over.values()], wrapper)
 
-        def name_for_python(self, wrapper: Any) -> str:
+        def name_on_cpu(self, wrapper: Any) -> str:
             with faults.survived("writing over what dies", "a region", "It gets new memory"):
                 pairs = dying(self.text, self.inputs, wrapper)
                 self.over = kernel(self.text, self.sizes).over(pairs)
-            name = f"{NAME}_{self.get_name()}"
-            wrapper.add_import_once(IMPORT_CALL_SITE)
             over = ", ".join(map(str, self.over.items()))
-            wrapper.add_import_once(f"{name} = {CALL_SITE}({over})")
+            return self.call_site(wrapper, IMPORT_CALL_SITE, f"{CALL_SITE}({over})")
+
+        def name_on_gpu(self, wrapper: Any) -> str | None:
+            return self.call_site(wrapper, IMPORT_GPU_CALL_SITE, f"{GPU_CALL_SITE}()")
+
+        def call_site(self, wrapper: Any, imported: str, made: str) -> str:
+            """Makes one of the module's own, and returns its name."""
+            name = f"{NAME}_{self.get_name()}"
+            wrapper.add_import_once(imported)
+            wrapper.add_import_once(f"{name} = {made}")
             return name
 
     return RegionKernel, SettledRegionKernel
@@ -197,7 +218,7 @@ def _install() -> None:
         with faults.survived("the start of a kernel", "a region", "It is built when it runs"):
             example = _examples(sizes, V.graph)
             if not in_cpp:
-                _start(text, example, inputs[0].get_device().type, V.graph)
+                _start(text, example, inputs[0].get_device(), V.graph)
         if in_cpp:
             if call is anywhere:
                 inputs = cpp_call.laid_out(text, sizes, inputs)

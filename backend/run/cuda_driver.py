@@ -1,28 +1,23 @@
-"""Kernels of CUDA C++ on a GPU, by NVIDIA's driver.
+"""Kernels of CUDA C++ on a GPU, built by NVIDIA's driver.
 
 Its Python bindings (`cuda.bindings`, checked on 13.0) come with torch's CUDA builds from 2.11 on.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from normpass.backend.program.teams import shared_bytes, team_of
 from normpass.backend.run import nvrtc
+from normpass.backend.run.cuda_launch import DriverError, Loaded, enter_context
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from normpass.backend.codegen.cuda import CudaSource
     from normpass.backend.program.tree import Launch
-
-
-class DriverError(RuntimeError):
-    """What the driver says of a call that failed."""
 
 
 def build(source: CudaSource, device: torch.device) -> Mapping[str, Function]:
@@ -37,7 +32,7 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Function]:
 
     major, minor = torch.cuda.get_device_capability(device)
     code = nvrtc.compiled(source.text, 10 * major + minor)
-    _enter_context()
+    enter_context()
     module = checked(driver.cuModuleLoadData(code))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return {
@@ -49,7 +44,7 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Function]:
     }
 
 
-class Function:
+class Function(Loaded):
     """A kernel that is loaded. teams: how many of them run at once. spilled: bytes of memory that a
     thread has for registers that do not suffice.
     """
@@ -57,8 +52,9 @@ class Function:
     def __init__(self, function: Any, launch: Launch, processors: int) -> None:
         from cuda.bindings import driver
 
-        self.function, self._launch = function, driver.cuLaunchKernel
-        self.team, self.shared = team_of(launch), shared_bytes(launch)
+        self.team = team_of(launch)
+        super().__init__(int(function), self.team.threads, shared_bytes(launch))
+        self.kernel = function
         shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, shared, self.shared))
         local = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
@@ -70,7 +66,7 @@ class Function:
         from cuda.bindings import driver
 
         found = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            self.function, self.team.threads, self.shared
+            self.kernel, self.team.threads, self.shared
         )
         return max(1, checked(found))
 
@@ -88,39 +84,7 @@ class Function:
         config.blockDimX, config.blockDimY, config.blockDimZ = self.team.threads, 1, 1
         config.sharedMemBytes = self.shared
         config.attrs, config.numAttrs = [attribute], 1
-        return max(1, checked(driver.cuOccupancyMaxActiveClusters(self.function, config)))
-
-    def __call__(self, blocks: int, arguments: Sequence[int]) -> None:
-        """Launches it on the current stream. arguments: 8 bytes each."""
-        _enter_context()
-        count, each = len(arguments), ctypes.sizeof(ctypes.c_int64)
-        values = (ctypes.c_int64 * count)(*arguments)
-        first = ctypes.addressof(values)
-        addresses = (ctypes.c_void_p * count)(*range(first, first + count * each, each))
-        stream = torch.cuda.current_stream().cuda_stream
-        checked(
-            self._launch(
-                *(self.function, blocks, 1, 1, self.team.threads, 1, 1, self.shared, stream),
-                *(ctypes.addressof(addresses), 0),
-            )
-        )
-
-
-_here = threading.local()
-
-
-def _enter_context() -> None:
-    """In a thread that has called nothing of CUDA's yet the driver has no context, unlike torch,
-    whose runtime enters the current device's when it needs it.
-    """
-    if getattr(_here, "has_context", False):
-        return
-    from cuda.bindings import driver
-
-    if not int(checked(driver.cuCtxGetCurrent())):
-        device = checked(driver.cuDeviceGet(torch.cuda.current_device()))
-        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
-    _here.has_context = True
+        return max(1, checked(driver.cuOccupancyMaxActiveClusters(self.kernel, config)))
 
 
 def checked(answer: tuple[Any, ...]) -> Any:

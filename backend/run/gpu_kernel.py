@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from normpass.backend.run.gpu_place import is_current, memory_of, on
 from normpass.backend.run.layouts import Laid, lie_as_planned, outputs_in, relaid_out
 from normpass.backend.run.reference import evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
+    from normpass.backend.run.gpu_place import New
+    from normpass.backend.run.layouts import Layout, Piece
     from normpass.passes.region import Region
 
+    # Launches kernels with a region's inputs and outputs.
+    Run = Callable[[Sequence[Tensor]], None]
+
 log = logging.getLogger(__name__)
+
+
+class NotBuiltError(Exception):
+    """A kernel could not be built; its argument is the error that says why."""
+
+
+class Ready(NamedTuple):
+    """A region's kernels for given sizes on a device: call it with inputs that lie as planned."""
+
+    device: torch.device
+    new: New
+    results: tuple[Layout, ...]
+    pieces: tuple[Piece, ...]
+    run: Run
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        if is_current(self.device):
+            return self._run(inputs)
+        with on(self.device):
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        results = [self.new(*each) for each in self.results]
+        outputs = outputs_in(results, self.pieces, torch.as_strided) if self.pieces else results
+        self.run((*inputs, *outputs))
+        return results
 
 
 class GpuKernel:
@@ -33,48 +65,69 @@ class GpuKernel:
     def __init__(self, region: Region) -> None:
         self.region = region
         self._laid: dict[tuple[int, ...], Laid] = {}  # by run-time sizes
-        self._launch: dict[int | None, Callable[..., None]] = {}  # by device
+        self._ready: dict[tuple[int | None, tuple[int, ...]], Ready] = {}  # by device and sizes
+        self._building = Lock()
         self._failed = False
 
     def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        laid = self._laid.get(key := tuple(sizes))
-        if laid is None:
-            laid = self._laid[key] = Laid.of(self.region, sizes)
+        sizes = tuple(sizes)
+        laid = self.laid(sizes)
         if not lie_as_planned(inputs, laid.inputs):
             inputs = relaid_out(self.region, inputs, laid.inputs)
-        if self._failed or not laid.is_there:
-            return self._without(inputs, sizes)
-        device = inputs[0].device
-        results = [each.empty(device) for each in laid.results]
-        outputs = outputs_in(results, laid.pieces, torch.as_strided) if laid.pieces else results
-        tensors = [*inputs, *outputs]
-        with on(device):
-            if launch := self._launch.get(device.index):
-                launch(tensors, sizes)
-            elif not self._first(tensors, sizes, device):
-                return self._without(inputs, sizes)
-        return results
+        ready = self.ready(sizes, inputs[0].device)
+        return self.without(inputs, sizes) if ready is None else ready(inputs)
 
-    def _first(self, tensors: list[Tensor], sizes: Sequence[int], device: torch.device) -> bool:
-        """The first call on a device builds the kernels and keeps what launches them, so that only
-        what goes wrong in building leaves the region without them, with one warning. What goes
-        wrong in a launch is the device's own error and is raised. Whether it was launched.
+    def laid(self, sizes: tuple[int, ...]) -> Laid:
+        """Where tensors lie for some sizes."""
+        found = self._laid.get(sizes)
+        if found is None:
+            found = self._laid[sizes] = Laid.of(self.region, sizes)
+        return found
+
+    def ready(self, sizes: tuple[int, ...], device: torch.device) -> Ready | None:
+        """All of a call but the tensors; None, with one warning, where the kernels cannot be built,
+        or where they would read what is not there.
+
+        Whoever asks first on a device builds them, and others wait. What goes wrong besides is the
+        device's own error and is raised.
+        """
+        found = self._ready.get((device.index, sizes))
+        if found is not None or self._failed:
+            return found
+        laid = self.laid(sizes)
+        if not laid.is_there:
+            return None
+        with self._building, on(device):
+            if not self._failed and (device.index, sizes) not in self._ready:
+                try:
+                    run = self._prepare(sizes, device)
+                except NotBuiltError as error:
+                    self._fail(error.args[0])
+                else:
+                    ready = Ready(device, memory_of(device), laid.results, laid.pieces, run)
+                    self._ready[device.index, sizes] = ready
+        return self._ready.get((device.index, sizes))
+
+    def build_ahead(self, sizes: tuple[int, ...], device: torch.device) -> None:
+        """Builds the kernels before they are called. The device's own errors wait until then."""
+        with suppress(Exception):
+            self.ready(sizes, device)
+
+    def _prepare(self, sizes: tuple[int, ...], device: torch.device) -> Run:
+        """Builds the kernels on a device, which is the current one.
+
+        Raises:
+            NotBuiltError: if that cannot be done.
         """
         raise NotImplementedError
 
-    def _without(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def without(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """The region without its kernels."""
         return evaluate(self.region, inputs, sizes)
 
-    def _fail(self, error: Exception | None) -> bool:
+    def _fail(self, error: Exception | None) -> None:
         self._failed = True
         log.warning(
             "region %s runs %s: its %s kernel could not be built: %s",
             *(self.region.name, self.instead, self.dialect, error),
         )
-        return False
-
-
-def on(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a device the current one, if it is a GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -5,14 +5,23 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+import torch
+from torch.autograd import profiler
+
 from normpass.backend.program.dialect import gpu_machine
 from normpass.backend.program.sizes import size_classes
+from normpass.backend.run import builders
 from normpass.backend.run.caches import capability
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
     from normpass.backend.program.sizes import SizeClass
-    from normpass.backend.run.gpu_kernel import GpuKernel
+    from normpass.backend.run.gpu_kernel import GpuKernel, Ready
 
 
 @lru_cache(maxsize=4096)
@@ -27,6 +36,15 @@ def kernel(text: str, sizes: tuple[int, ...], device: int | None = None) -> GpuK
     """
     found = 0 if device is None else capability(device)
     return _kernel(text, size_classes(sizes), found)
+
+
+def start(text: str, sizes: tuple[int, ...], device: torch.device) -> Future[None]:
+    """Begins to build a region's kernels beside whatever else is compiled; the first call waits.
+
+    Raises:
+        UnsupportedPlanError: if there is none.
+    """
+    return builders.submit(kernel(text, sizes, device.index).build_ahead, sizes, device)
 
 
 @lru_cache(maxsize=4096)
@@ -48,3 +66,30 @@ def _in_triton(text: str, classes: tuple[SizeClass, ...]) -> GpuKernel:
     from normpass.backend.run.launch_triton import TritonKernel
 
     return TritonKernel(parse(text), GPU, classes)
+
+
+class CallSite:
+    """One place in Inductor's code that calls a region: torch.ops.normpass.region without the way
+    through the dispatcher, where tensors are known to lie as the text says. What is found at the
+    first call is kept for the later ones. A profiler sees the operator.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[Sequence[int] | None, int, Ready | None] = None, -1, None
+
+    def __call__(self, inputs: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[Tensor]:
+        known, index, ready = self.found
+        if sizes != known or inputs[0].get_device() != index:
+            ready = self._find(inputs[0], sizes, text)
+        if ready is None:
+            return torch.ops.normpass.region(inputs, sizes, text)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function("normpass::region"):
+                return ready(inputs)
+        return ready(inputs)
+
+    def _find(self, tensor: Tensor, sizes: Sequence[int], text: str) -> Ready | None:
+        device = tensor.device
+        ready = kernel(text, tuple(sizes), device.index).ready(tuple(sizes), device)
+        self.found = list(sizes), tensor.get_device(), ready
+        return ready

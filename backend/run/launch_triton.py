@@ -11,17 +11,17 @@ import logging
 import os
 import tempfile
 from dataclasses import replace
-from functools import lru_cache, partial
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from normpass.backend.codegen import triton as generator
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
-from normpass.backend.run.gpu_kernel import GpuKernel
+from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError
 from normpass.backend.run.toolchain import cache_dir
+from normpass.backend.run.triton_launches import prepared, record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from normpass.backend.codegen.triton_library import Card
     from normpass.backend.program.sizes import SizeClass
+    from normpass.backend.run.gpu_kernel import Run
+    from normpass.backend.run.triton_launches import Launched, Recording
     from normpass.passes.region import Region
 
 
@@ -54,72 +56,51 @@ class TritonKernel(GpuKernel):
     ) -> None:
         super().__init__(region)
         self.source = generator.generate(make_plan(region, machine, classes))
+        outputs = (output.buffer for output in region.outputs)
+        self._dtypes = [buffer.dtype for buffer in (*region.inputs, *outputs)]
+        self._cards: dict[int | None, Card] = {}  # by device: what its kernels turned out to fit
 
-    def _first(self, tensors: list[Tensor], sizes: Sequence[int], device: torch.device) -> bool:
-        """The first call on a device builds the kernels before it launches any.
-
-        Kernels whose registers do not suffice are built again for fewer programs at once, and those
-        that turn out to take more than the device has, to fetch nothing ahead.
+    def _prepare(self, sizes: tuple[int, ...], device: torch.device) -> Run:
+        """Kernels whose registers do not suffice are built again for fewer programs at once, and
+        those that turn out to take more than the device has, to fetch nothing ahead.
         """
         from triton.runtime.errors import TritonError
 
-        card = card_of(device)
         found: Exception | None = None
+        card = self._cards.get(device.index) or card_of(device)
         for given in (card, replace(card, of_program=0)):
             try:
-                run = load(self.source.text).run
-                built = build(run, tensors, sizes, given)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                return self._fail(error)
-            try:
-                while crowded := _crowded(built, given):
-                    given = replace(given, fitting={**given.fitting, **crowded})
-                    built = build(run, tensors, sizes, given)
-                run(tensors, sizes, given)
+                return self._fitted(sizes, device, given)
             except TritonError as error:  # more shared memory or registers than the device has
                 found = error
-                continue
-            self._launch[tensors[0].device.index] = partial(run, card=given)
-            return True
-        return self._fail(found)
+        raise NotBuiltError(found)
+
+    def _fitted(self, sizes: tuple[int, ...], device: torch.device, card: Card) -> Run:
+        run, built = self._compiled(sizes, device, card)
+        while crowded := _crowded(built.launches, card):
+            card = replace(card, fitting={**card.fitting, **crowded})
+            run, built = self._compiled(sizes, device, card)
+        self._cards[device.index] = card
+
+        def launched_by_triton(tensors: Sequence[Tensor]) -> None:
+            run(tensors, sizes, card)
+
+        direct = prepared(built, len(self._dtypes), device, launched_by_triton)
+        return direct if direct and built.launches else launched_by_triton
+
+    def _compiled(
+        self, sizes: tuple[int, ...], device: torch.device, card: Card
+    ) -> tuple[Callable[..., None], Recording]:
+        try:
+            run = load(self.source.text).run
+            return run, record(run, self._dtypes, device, sizes, card)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise NotBuiltError(error) from error
 
 
-def build(
-    run: Callable[..., None], tensors: list[Tensor], sizes: Sequence[int], card: Card
-) -> list[_Build]:
-    """Compiles every kernel that `run`, a generated module's, launches with these arguments, and
-    launches none.
-
-    `warmup` of Triton's JIT functions (checked on 3.6 and 3.9) does that for one. Here `run` is
-    called with functions in their place that do it when they are launched. Triton's interpreter
-    has nothing to compile.
-    """
-    from triton.runtime.jit import JITFunction
-
-    names = run.__globals__
-    builds = {k: _Build(v) for k, v in names.items() if isinstance(v, JITFunction)}
-    if builds:
-        FunctionType(run.__code__, {**names, **builds})(tensors, sizes, card)
-    return [build for build in builds.values() if build.kernel is not None]
-
-
-class _Build:
-    """Stands for a kernel: launched, it is compiled. kernel: to what."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.kernel: Any = None
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def compile(*args: Any, **options: Any) -> None:
-            self.kernel = self.function.warmup(*args, grid=grid, **options)
-
-        return compile
-
-
-def _crowded(builds: Sequence[_Build], card: Card) -> dict[str, int]:
+def _crowded(launches: Sequence[Launched], card: Card) -> dict[str, int]:
     """The kernels that spill registers, and for how many programs at once they are to be built
     instead: one fewer than those that share a multiprocessor's now. How many bytes a thread spills
     Triton knows when a kernel is loaded (`n_spills`, checked on 3.6 and 3.9).
@@ -127,13 +108,13 @@ def _crowded(builds: Sequence[_Build], card: Card) -> dict[str, int]:
     from normpass.backend.codegen import triton_library
 
     found = {}
-    for build in builds:
-        kernel = build.kernel
+    for launched in launches:
+        kernel = launched.kernel
         getattr(kernel, "_init_handles", lambda: None)()  # in others it is loaded when launched
         most = getattr(kernel.metadata, "maxnreg", None)
         if not getattr(kernel, "n_spills", 0) or not most:
             continue
-        name = build.function.__name__
+        name = launched.function.__name__
         room = triton_library.REGISTERS // (32 * most * kernel.metadata.num_warps)
         # A thread has no more than so many registers, however few programs there are.
         programs = min(room, card.programs(name, room))

@@ -17,17 +17,17 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import zlib
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
+
+from normpass.backend.run import builders
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +317,6 @@ def _places(key: str) -> tuple[Path, Path]:
 
 
 _header_lock = Lock()
-_pool: ThreadPoolExecutor | None = None
 _futures: dict[str, Future[ctypes.CDLL]] = {}
 _lock = Lock()
 
@@ -326,19 +325,10 @@ def start(source: str) -> Future[ctypes.CDLL]:
     """Begins to build a kernel beside whatever else is compiled; the result is waited for at first
     launch.
     """
-    global _pool
     with _lock:
         future = _futures.get(source)
         if future is None or _is_void(future):
-            if _pool is None:
-                _pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="normpass-compile")
-            try:
-                # With the caller's settings: torch keeps its own for each context.
-                future = _pool.submit(copy_context().run, load, source)
-            except RuntimeError:  # no thread can be started any more
-                future = Future()
-                future.cancel()
-            _futures[source] = future
+            future = _futures[source] = builders.submit(load, source)
         return future
 
 
@@ -364,24 +354,13 @@ def built(source: str) -> ctypes.CDLL:
         return start(source).result()
 
 
-def _at_exit() -> None:
-    """What nobody waits for is not built: a program that is to end, ends."""
-    if _pool is not None:
-        _pool.shutdown(wait=False, cancel_futures=True)
-
-
 def _after_fork() -> None:
-    """A forked child has none of its parent's threads: it builds with its own."""
-    global _pool, _lock, _header_lock
-    _pool, _lock, _header_lock = None, Lock(), Lock()
+    """A forked child has none of its parent's threads: what they were building is begun again."""
+    global _lock, _header_lock
+    _lock, _header_lock = Lock(), Lock()
     for source in [s for s, future in _futures.items() if not future.done()]:
         del _futures[source]
 
 
-# Functions of atexit run after Python has waited for the threads of all pools. No others can be
-# entered where a thread is the first to ask for this module, after the main one has ended.
-if hasattr(threading, "_register_atexit"):
-    with suppress(RuntimeError):
-        threading._register_atexit(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -4,14 +4,13 @@ The structures and constants are those of the real bindings.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import cuda_on_cpu
 import pytest
@@ -23,8 +22,8 @@ from triton_regions import fill
 from normpass.backend.program.dialect import gpu_machine
 from normpass.backend.program.machine import GPU, cuda_machine
 from normpass.backend.program.teams import shared_bytes, team_of
-from normpass.backend.run import cuda_driver, launch_gpu, nvrtc
-from normpass.backend.run.cuda_driver import DriverError
+from normpass.backend.run import cuda_driver, cuda_launch, launch_gpu, nvrtc, prepared
+from normpass.backend.run.cuda_launch import DriverError
 from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.backend.run.launch_triton import TritonKernel
 from normpass.passes.region import RegionError
@@ -53,19 +52,22 @@ class FakeDriver:
         self.clusters: list[tuple[int, int, int]] = []
         self.contexts: dict[int, Any] = {}  # by thread
 
-    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
-        return *SUCCESS, self.contexts.get(threading.get_ident(), 0)
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.contexts.get(threading.get_ident(), 0)
+        return 0
 
-    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
-        return *SUCCESS, f"device {index}"
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = 10 * index
+        return 0
 
-    def cuDevicePrimaryCtxRetain(self, device: str) -> tuple[Any, ...]:
-        assert device == "device 3"
-        return *SUCCESS, 33
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        assert device.value == 30
+        context._obj.value = 33
+        return 0
 
-    def cuCtxSetCurrent(self, context: int) -> tuple[Any, ...]:
-        self.contexts[threading.get_ident()] = context
-        return SUCCESS
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.contexts[threading.get_ident()] = context.value
+        return 0
 
     def compiled(self, text: str, capability: int) -> bytes:
         assert capability == 90
@@ -82,7 +84,7 @@ class FakeDriver:
         return *SUCCESS, cuda_on_cpu.build(self.sources[-1], torch.device("cpu"))
 
     def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, ...]:
-        return *SUCCESS, SimpleNamespace(name=name.decode(), run=module[name.decode()])
+        return *SUCCESS, FakeFunction(name.decode(), module[name.decode()])
 
     def cuFuncSetAttribute(self, function: Any, attribute: Any, value: int) -> tuple[Any, ...]:
         assert attribute.name.endswith("MAX_DYNAMIC_SHARED_SIZE_BYTES")
@@ -105,21 +107,37 @@ class FakeDriver:
         self.clusters.append((size.x, config.blockDimX, config.sharedMemBytes))
         return *SUCCESS, 2
 
-    def cuLaunchKernel(self, function: Any, *arguments: Any) -> tuple[Any, ...]:
+    def cuLaunchKernel(self, function: Any, *arguments: Any) -> int:
         if self.failing:
-            return (self.failing,)
+            return int(self.failing)
         if threading.get_ident() not in self.contexts:
-            return (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+            return int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT)
         *size, shared, stream, parameters, extra = arguments
-        assert (size[1:3], size[4:6], stream, extra) == ([1, 1], [1, 1], 77, 0)
-        assert shared == self.set[function.name]
-        (kernel,) = (k for k in self.sources[-1].kernels if k.name == function.name)
+        assert (size[1:3], size[4:6], stream.value, extra) == ([1, 1], [1, 1], 77, None)
+        found = FakeFunction.all[function.value]
+        assert shared == self.set[found.name]
+        (kernel,) = (k for k in self.sources[-1].kernels if k.name == found.name)
         assert size[3] == team_of(kernel.launch).threads
-        count = len(kernel.arguments)
-        addresses = (ctypes.c_void_p * count).from_address(parameters)
-        values = [ctypes.c_int64.from_address(address).value for address in addresses]
-        function.run(size[0], values)
-        return SUCCESS
+        assert len(parameters) == len(kernel.arguments)
+        found.run(size[0], parameters, stream)
+        return 0
+
+    def cuGetErrorName(self, status: int, name: Any) -> int:
+        name._obj.value = driver.CUresult(status).name.encode()
+        return 0
+
+
+class FakeFunction:
+    """A kernel whose handle is a number."""
+
+    all: ClassVar[dict[int, FakeFunction]] = {}
+
+    def __init__(self, name: str, run: Any) -> None:
+        self.name, self.run = name, run
+
+    def __int__(self) -> int:
+        self.all[id(self)] = self
+        return id(self)
 
 
 @pytest.fixture
@@ -127,16 +145,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The driver in place of the real one, and a GPU whose tensors are a CPU's."""
     found = FakeDriver()
     for name in dir(FakeDriver):
-        if name.startswith("cu"):
+        if name.startswith(("cuModule", "cuFunc", "cuOccupancy")):
             monkeypatch.setattr(driver, name, getattr(found, name))
+    monkeypatch.setattr(cuda_launch, "library", lambda: found)
     monkeypatch.setattr(nvrtc, "compiled", found.compiled)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     properties = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(cuda_driver, "_here", threading.local())
-    stream = SimpleNamespace(cuda_stream=77)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(cuda_launch, "_here", threading.local())
+    monkeypatch.setattr(prepared, "stream_of", lambda _: lambda: 77)
     return found
 
 
@@ -220,7 +238,6 @@ def build(source, device):
 nvrtc.compiled = lambda text, capability: str(cuda_on_cpu.built(sources[-1])).encode() + bytes(1)
 torch.cuda.get_device_capability = lambda _: (9, 0)
 torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=6)
-torch.cuda.current_stream = lambda *_: types.SimpleNamespace(cuda_stream=0)
 torch.cuda.current_device = lambda: 0
 
 def run(kernel, width):

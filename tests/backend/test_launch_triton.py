@@ -1,28 +1,28 @@
 """Launching Triton kernels: what goes wrong in building leaves a region unfused, what goes wrong in
 a launch is raised.
 
-Without a GPU, Triton compiles for one that a driver of this file's claims to have.
+Without a GPU, Triton compiles for one that a driver of the tests' claims to have.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import triton_regions
+from triton_driver import fake_gpu
 
 from normpass.backend.codegen import triton_library
 from normpass.backend.codegen.triton_library import Card
 from normpass.backend.run import launch_triton
 from normpass.backend.run.launch_triton import TritonKernel
+from normpass.backend.run.triton_launches import Launched, Recording, record
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -38,46 +38,6 @@ def softmax_kernel(width: int) -> TritonKernel:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("normpass")]
-
-
-class FakeDriver:
-    """As much of a driver as Triton asks for before it launches; a launch fails as given."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-        self.utils = self
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024}
-
-    def launcher_cls(self, source: object, metadata: object) -> None:
-        return None
-
-    def load_binary(self, *args: object) -> None:
-        raise self.error
-
-
-@contextmanager
-def fake_gpu(error: Exception) -> Iterator[None]:
-    from triton.runtime.driver import driver
-
-    before = driver._active  # its own reset asks for a GPU
-    driver.set_active(FakeDriver(error))
-    try:
-        yield
-    finally:
-        driver._active = before
 
 
 def test_a_damaged_file_in_the_cache_is_written_again(fresh_cache: Path) -> None:
@@ -99,7 +59,7 @@ def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
     def refuse(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(launch_triton, "build", refuse)
+    monkeypatch.setattr(launch_triton, "record", refuse)
     kernel, x = softmax_kernel(9), torch.randn(4, 9)
     for _ in range(2):
         (y,) = kernel([x], [4])
@@ -111,12 +71,9 @@ def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
 def test_building_compiles_every_kernel_and_launches_none() -> None:
     kernel = kernel_of(triton_regions.LAYER_NORM_BACKWARD, 64)
     run = launch_triton.load(kernel.source.text).run
-    sizes = [6]
-    extents = kernel.region.extents(sizes)
-    buffers = [*kernel.region.inputs, *(output.buffer for output in kernel.region.outputs)]
-    tensors = [torch.ones(kernel.region.shape(buffer, extents)) for buffer in buffers]
     with fake_gpu(AssertionError("launched")):
-        launch_triton.build(run, tensors, sizes, Card(132, 228 << 10, 227 << 10))
+        card = Card(132, 228 << 10, 227 << 10)
+        record(run, kernel._dtypes, torch.device("cpu"), (6,), card)
     assert len(kernel.source.kernels) > 1
     for printed in kernel.source.kernels:
         cached = run.__globals__[printed.name].device_caches[0][0]
@@ -156,18 +113,17 @@ def test_a_kernel_that_does_not_fit_the_device_runs_unfused(
 # ---- what a kernel takes of a GPU
 
 
-class Built:
-    """What a compiled kernel tells of itself where it spills unless so few programs run at once."""
-
-    def __init__(self, card: Card, suffice: int) -> None:
-        self.function = SimpleNamespace(__name__="softmax_0")
-        programs = card.programs("softmax_0", 4)
-        most = triton_library.options(4, programs)["maxnreg"]
-        self.kernel = SimpleNamespace(
-            _init_handles=lambda: None,
-            metadata=SimpleNamespace(maxnreg=most, num_warps=4),
-            n_spills=0 if programs <= suffice else 8,
-        )
+def built(card: Card, suffice: int) -> Recording:
+    """A kernel that spills unless so few programs of it run at once."""
+    programs = card.programs("softmax_0", 4)
+    most = triton_library.options(4, programs)["maxnreg"]
+    kernel = SimpleNamespace(
+        _init_handles=lambda: None,
+        metadata=SimpleNamespace(maxnreg=most, num_warps=4, target=SimpleNamespace(backend="")),
+        n_spills=0 if programs <= suffice else 8,
+        function=1,
+    )
+    return Recording([Launched(SimpleNamespace(__name__="softmax_0"), kernel, (1,), (), {})], 0)
 
 
 @pytest.mark.parametrize(("suffice", "asked"), [(4, [4]), (2, [4, 3, 2]), (0, [4, 3, 2, 1])])
@@ -175,23 +131,25 @@ def test_kernels_that_spill_are_built_for_fewer_programs_at_once(
     suffice: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until they do not, or one is left, which spills."""
-    built: list[int] = []
+    recorded: list[int] = []
     launched: list[Card] = []
 
-    def build(run: object, tensors: object, sizes: object, card: Card) -> list[Built]:
-        built.append(card.programs("softmax_0", 4))
-        return [Built(card, suffice)]
+    def record(run: object, dtypes: object, device: object, sizes: object, card: Card) -> Recording:
+        recorded.append(card.programs("softmax_0", 4))
+        return built(card, suffice)
 
     def run(tensors: object, sizes: object, card: Card) -> None:
         launched.append(card)
 
-    monkeypatch.setattr(launch_triton, "build", build)
+    monkeypatch.setattr(launch_triton, "record", record)
     monkeypatch.setattr(launch_triton, "load", lambda _: SimpleNamespace(run=run))
     kernel, x = softmax_kernel(9), torch.randn(4, 9)
     for _ in range(2):
         kernel([x], [4])
-    assert built == asked
-    assert [card.programs("softmax_0", 4) for card in launched] == asked[-1:] * 2
+    assert recorded == asked
+    kernel([torch.randn(5, 9)], [5])
+    assert recorded == [*asked, *asked[-1:]]  # other sizes begin with what fits
+    assert [card.programs("softmax_0", 4) for card in launched] == asked[-1:] * 3
 
 
 @pytest.mark.usefixtures("faults_are_meant")
@@ -202,22 +160,29 @@ def test_what_does_not_fit_fetches_nothing_ahead(
     """And stays unfused, with one warning, where it does not fit even so."""
     from triton.runtime.errors import OutOfResources
 
+    tried: list[Card] = []
     launched: list[Card] = []
+
+    def crowded(launches: object, card: Card) -> dict[str, int]:
+        tried.append(card)
+        if card.of_program or not at_all:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return {}
 
     def run(tensors: object, sizes: object, card: Card) -> None:
         launched.append(card)
-        if card.of_program or not at_all:
-            raise OutOfResources(300_000, 232_448, "shared memory")
 
     card = Card(132, 228 << 10, 227 << 10)
     monkeypatch.setattr(launch_triton, "card_of", lambda _: card)
-    monkeypatch.setattr(launch_triton, "build", lambda *_: [])
+    monkeypatch.setattr(launch_triton, "record", lambda *_: Recording([], 0))
+    monkeypatch.setattr(launch_triton, "_crowded", crowded)
     monkeypatch.setattr(launch_triton, "load", lambda _: SimpleNamespace(run=run))
     kernel, x = softmax_kernel(9), torch.randn(4, 9)
     for _ in range(2):
         kernel([x], [4])
     nothing = replace(card, of_program=0)
-    assert launched == [card, nothing, nothing] if at_all else [card, nothing]
+    assert tried == [card, nothing]
+    assert launched == ([nothing, nothing] if at_all else [])
     assert triton_library.stages(nothing, 1024, 0, 1) == 1
     assert len(warnings_of(caplog)) == (0 if at_all else 1)
 
@@ -246,11 +211,7 @@ add     = add(sub, s)
 output  y: f32[r c] = add"""
     kernel = TritonKernel(parse(text))
     given: list[torch.Tensor] = []
-
-    def launch(tensors: list[torch.Tensor], sizes: object) -> None:
-        given.extend(tensors)
-
-    kernel._launch[None] = launch
+    monkeypatch.setattr(kernel, "_prepare", lambda sizes, device: given.extend)
     column = torch.randn(4, 1)
     x, expanded = torch.randn(9, 4).t(), column.repeat(1, 9)
     kernel([x, expanded], [4])

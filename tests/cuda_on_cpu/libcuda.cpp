@@ -106,4 +106,20 @@ extern "C" int cuGetProcAddress_v2(const char* name, void** function, int, uint6
 extern "C" int cuGetProcAddress(const char* name, void** function, int version, uint64_t flags) {
   return cuGetProcAddress_v2(name, function, version, flags, nullptr);
 }
+// What normpass calls without the bindings.
+extern "C" {
+int cuCtxGetCurrent(void** context) { return get_current(context); }
+int cuCtxSetCurrent(void* context) { return set_current(context); }
+int cuDeviceGet(int* device, int ordinal) { return get_device(device, ordinal); }
+int cuDevicePrimaryCtxRetain(void** context, int device) { return retain(context, device); }
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads,
+                   unsigned of_y, unsigned of_z, unsigned shared, void* stream, void** parameters,
+                   void** extra) {
+  return launch(function, x, y, z, threads, of_y, of_z, shared, stream, parameters, extra);
+}
+int cuGetErrorName(int status, const char** name) {
+  *name = status == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_UNKNOWN";
+  return SUCCESS;
+}
+}
 extern "C" int cuDriverGetVersion(int* version) { *version = 13050; return SUCCESS; }
