@@ -205,6 +205,7 @@ def with_conventions(
     zeros: Iterable[str] = (),
     ones: Iterable[str] = (),
     as_given: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
     """The rule of an operator, from a formula and what its results look like.
 
@@ -213,7 +214,8 @@ def with_conventions(
     tuple of them. zeros, ones: the parameters for which None means ZERO (an undefined gradient) and
     ONE (a weight that is not there); a result that comes out as ZERO is None. as_given: the formula
     only moves elements, or leaves the precision to a kernel that sees to it; its arguments are not
-    raised. Raises ValueError when the numbers differ or a name is unknown.
+    raised. check: called first, with the arguments as they are given, to raise what is wrong with
+    them. Raises ValueError when the numbers differ or a name is unknown.
     """
     names = tuple(argument.name for argument in schema.arguments)
     parameters = inspect.signature(formula).parameters
@@ -240,6 +242,8 @@ def with_conventions(
     def rule(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         given |= {name: dtypes(given[name]) for name in lists}
+        if check is not None:
+            check(*(given[name] for name in names))
         dtype = None if as_given else working_dtype(given.values())
         raised = {name: _raise(given[name], dtype, neutral.get(name)) for name in names}
         by_name = {name: raised.pop(name) for name in options}

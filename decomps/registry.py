@@ -207,6 +207,7 @@ def decomposition(
     autograd: bool = False,
     constants: Sequence[int] = (),
     sample: Callable[..., Mapping[str, Any]] | None = None,
+    check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: enters a formula as the decomposition of an operator.
 
@@ -217,13 +218,13 @@ def decomposition(
     `op` may be a string such as "aten.batch_norm_backward.default" where some supported version of
     torch lacks the operator: there the rule does not exist. autograd: the formula is what the
     operator is for autograd too, at higher orders (decomps/activation/kernels.py), with these
-    constants among its results.
+    constants among its results. check: raises what is wrong with the operator's arguments.
     """
 
     def decorate(formula: F) -> F:
         found = find_op(op) if isinstance(op, str) else op
         if found is not None:
-            function = with_conventions(formula, found._schema, results)
+            function = with_conventions(formula, found._schema, results, check=check)
             rule = Rule("decomposition", found, str(found), source, shapes, why, function)
             rule = replace(rule, sample=sample, constants=tuple(constants))
             _add(rule)

@@ -10,6 +10,7 @@ an operator's `py_kernels` before its C++ kernels. Three keys get entries:
                        And operators whose derivatives are better by the table (table/traced.py).
                        A norm's backward, whose results get a derivative of ours where the tape is
                        to have one: torch.autograd.grad(create_graph=True) in what is traced.
+                       Before either, what cuDNN's wrapper says of arguments that it refuses.
     FuncTorchBatched   Operators with a batching rule of ours, instead of functorch's.
     ZeroTensor         What fake tensors must see of tangents that are zero (zero_tensors.py), and,
                        at the mode that records a graph, what it has for them.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.decomps.activation import torch_internals as internals
-from normpass.decomps.activation.kernels import batched, derived
+from normpass.decomps.activation.kernels import batched, checked, derived, widened
 from normpass.decomps.activation.torch_internals import (
     FUNCTORCH_BATCHED,
     PYTHON,
@@ -36,6 +37,7 @@ from normpass.decomps.activation.torch_internals import (
     pop_mode_temporarily,
     resolve_key,
 )
+from normpass.decomps.norms.cudnn_checks import CHECKS
 from normpass.decomps.registry import by_op
 from normpass.decomps.zero_tensors import recorded as recorded_zero
 
@@ -105,7 +107,21 @@ def _of_autograd(without: Container[str]) -> dict[OpOverload, Callable[[Function
         from normpass.decomps.table import traced  # inherits what may be missing
 
         kernels |= traced.kernels()
+    cudnn = torch.ops.aten.cudnn_batch_norm.default
+    kernels[cudnn] = _composed(kernels[cudnn], widened)
+    for op, check in CHECKS.items():
+        kernels[op] = partial(checked, check, kernels.get(op, _as_it_is))
     return kernels
+
+
+def _composed(
+    outer: Callable[[Function], Function], inner: Callable[[Function], Function]
+) -> Callable[[Function], Function]:
+    return lambda own: outer(inner(own))
+
+
+def _as_it_is(own: Function) -> Function:
+    return own
 
 
 # The rules that were taken out last: C++ holds no reference to the kernel that it is about to call.

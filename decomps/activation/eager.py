@@ -38,6 +38,7 @@ from normpass.decomps.activation.kernels import (
     with_constants,
 )
 from normpass.decomps.activation.levels import may_be_differentiated, needs_composition_of
+from normpass.decomps.norms.batch_spellings import VENDORS
 from normpass.decomps.registry import by_op
 
 if TYPE_CHECKING:
@@ -106,6 +107,32 @@ def _entries(without: Container[str]) -> Iterator[tuple[OpOverload, Function, st
                 yield op, _batched(op, rule), "FuncTorchBatched"
     for op, kernel in theirs.items():
         yield op, _of_arguments(kernel), "Autograd"
+    yield from _of_vendors()
+
+
+def _of_vendors() -> Iterator[tuple[OpOverload, Function, str]]:
+    for op, rule in [*by_op("autograd").items(), *by_op("decomposition").items()]:
+        for key in _lacking(op):
+            yield op, _of_arguments(rule.function), key
+
+
+def _lacking(op: OpOverload) -> Iterator[str]:
+    """The devices on which a vendor's batch norm has no kernel, or one that says that torch was
+    built without the library.
+    """
+    library = op._schema.name.removeprefix("aten::").partition("_")[0]
+    if library in VENDORS:
+        if not internals.has_kernel(op.name(), "CPU"):
+            yield "CPU"
+        if not _has(library):
+            yield "CUDA"
+
+
+def _has(library: str) -> bool:
+    if library == "miopen":
+        return torch.version.hip is not None
+    # A torch built for AMD says that cuDNN is there, and means MIOpen.
+    return torch.version.cuda is not None and torch.backends.cudnn.is_available()
 
 
 @contextlib.contextmanager

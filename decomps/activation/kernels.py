@@ -43,6 +43,34 @@ def derived(composition: Rule, own: Function) -> Function:
     return kernel
 
 
+def checked(
+    check: Callable[..., None], kernel_before: Callable[[Function], Function], own: Function
+) -> Function:
+    """A kernel for Autograd that first raises what is wrong with the arguments."""
+    below = kernel_before(own)
+
+    def kernel(*args: Any) -> Any:
+        check(*args)
+        return below(*args)
+
+    return kernel
+
+
+def widened(own: Function) -> Function:
+    """cuDNN's batch norm, of a half input in the dtype of its parameters, in which it saves the
+    statistics: on the CPU torch's decomposition saves halves, and gradients have that error.
+    """
+
+    def kernel(input: Tensor, weight: Tensor | None, *rest: Any) -> Any:
+        on_cpu = input.device.type == "cpu"
+        if weight is None or weight.dtype == input.dtype or not on_cpu:
+            return own(input, weight, *rest)
+        y, *saved = own(input.to(weight.dtype), weight, *rest)
+        return y.to(input.dtype), *saved
+
+    return kernel
+
+
 def recorded() -> bool:
     """Whether a backward of now has a derivative on the tape, and not in forward mode or below
     torch.func, where its operator is decomposed.

@@ -307,6 +307,11 @@ class OneAxis:
         return value if self.levels else value.squeeze(0)
 
 
+def in_vmap() -> bool:
+    """Whether one of the levels is of vmap."""
+    return _VMAP in _kinds()
+
+
 def only_vmap() -> bool:
     """Whether all levels are those of vmap."""
     return set(_kinds()) <= {_VMAP}

@@ -106,12 +106,13 @@ def _saves(x: Tensor, training: bool, vendors: bool) -> bool:
 def _saved(
     pair: _Pair, given: Sequence[Any], training: bool, vendors: bool, v: int = 0
 ) -> tuple[Tensor, ...]:
-    """mean and rstd as eager returns them: in the input's dtype on the CPU, unless a parameter is
-    wider.
+    """mean and rstd as eager returns them: in the weight's dtype by cuDNN and MIOpen; else on the
+    CPU in the input's, unless a parameter is wider.
     """
-    (mean, rstd), x = pair, given[0]
+    (mean, rstd), (x, weight) = pair, given[:2]
     mixed = any(value is not None and value.dtype != x.dtype for value in given)
     dtype = working(x.dtype) if mixed or x.device.type != "cpu" else x.dtype
+    dtype = weight.dtype if vendors and weight is not None else dtype
     if not _saves(x, training, vendors):
         return tuple(x.new_empty((*(1,) * v, 0), dtype=dtype) for _ in pair)
     if not training:

@@ -22,6 +22,7 @@ from normpass.decomps.norms.batch import (
     batch_norm_backward_derivative,
     batch_norm_batch_rule,
 )
+from normpass.decomps.norms.cudnn_checks import CHECKS
 from normpass.decomps.norms.standardized import ALL, EPS
 from normpass.decomps.registry import decomposition, find_op, register_rule
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 RULES = "aten/src/ATen/functorch/BatchRulesNorm.cpp"
 NATIVE = "aten/src/ATen/native/Normalization.cpp"
+CUDNN = "aten/src/ATen/native/cudnn/BatchNorm.cpp"
 
 
 def _names(op: OpOverload) -> list[str]:
@@ -54,6 +56,8 @@ _SAME = {
     "save_var": "save_invstd",
     "update": "train",
 }
+# The libraries whose own operators these are.
+VENDORS = ("cudnn", "miopen")
 # What the mathematics calls them.
 _SHORT = {"grad_out": "g", "input": "x", "save_invstd": "save_rstd"}
 # What is no c.
@@ -83,8 +87,21 @@ def _tensors(op: OpOverload, names: Mapping[str, str], batch: str = "") -> str:
     )
 
 
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """Parameters as c: the vendors' wrappers count their elements, of whatever shape."""
+    return [v if v is None or v.dim() == 1 else v.flatten() for v in values]
+
+
+def _shaped(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    """The gradient of a parameter with the weight's shape."""
+    if gradient is None or weight is None or weight.dim() == 1:
+        return gradient
+    return gradient.view(weight.shape)
+
+
 # --- forward ------------------------------------------------------------------------------------
 
+_CHECKED = "what the wrapper refuses is its error here"
 _RESERVE = "the reserve, which is cuDNN's own, stays empty"
 
 
@@ -102,22 +119,25 @@ def _forward(
     # A fourth result is cuDNN's buffer; running statistics that are no results are updated in
     # place; cuDNN and MIOpen save nothing in evaluation mode.
     reserve, functional = returns in (4, 6), returns > 4
-    vendors = name.startswith(("cudnn", "miopen"))
+    vendors, check = name.startswith(VENDORS), CHECKS.get(op)
     constants = range(1, returns)
 
     @wraps(batch_norm)
     def autograd(*args: Any) -> tuple[Tensor, ...]:
-        y, *saved = batch_norm(*_in_order(op, args, FORWARD, fixed), vendors=vendors)
+        if check is not None:
+            check(*args)
+        x, *rest = _in_order(op, args, FORWARD, fixed)
+        y, *saved = batch_norm(x, *_flat(rest[:4]), *rest[4:], vendors=vendors)
         return y, *saved, *([y.new_empty(0, dtype=torch.uint8)] if reserve else [])
 
     if composition:
         register_rule(
             "autograd",
             op,
-            source=f"{NATIVE}: batch_norm_cpu",
+            source=f"{NATIVE}: batch_norm_cpu" if check is None else f"{CUDNN}: cudnn_batch_norm",
             shapes=f"{_tensors(op, own)} -> y: n c *s, save_mean: c, save_invstd: c"
             + ", reserve: 0" * reserve,
-            why=_RESERVE * reserve,
+            why="; ".join([_RESERVE] * reserve + [_CHECKED] * (check is not None)),
             constants=constants,
         )(autograd)
 
@@ -186,8 +206,10 @@ def _backward(
         return
     own, short = _own_names(op), {n: _SHORT.get(n, n) for n in _own_names(op)}
 
-    def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return batch_norm_backward(*_in_order(op, args, BACKWARD, fixed))
+    def backward(*args: Any) -> tuple[Tensor | None, ...]:
+        g, x, *rest = _in_order(op, args, BACKWARD, fixed)
+        dx, *gradients = batch_norm_backward(g, x, *_flat(rest[:5]), *rest[5:])
+        return dx, *(_shaped(u, rest[0]) for u in gradients)
 
     backward.__doc__ = batch_norm_backward.__doc__
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in short.values()]
@@ -198,6 +220,7 @@ def _backward(
         shapes=f"{_tensors(op, short)} -> dx: n c *s, dweight: c, dbias: c",
         results=_RESULTS,
         why=why,
+        check=CHECKS.get(op),
     )(backward)
 
     @batching_rule(
@@ -260,9 +283,9 @@ _backward(
 )
 _backward(
     "cudnn_batch_norm_backward.default",
-    "aten/src/ATen/native/cudnn/BatchNorm.cpp: cudnn_batch_norm_backward",
+    f"{CUDNN}: cudnn_batch_norm_backward",
     f"{RULES}: batch_norm_backward_plumbing, cudnn_batch_norm_backward_wrapper",
-    why=f"only called in train mode; the schema's {_INVERSE}",
+    why=f"only called in train mode; the schema's {_INVERSE}; {_CHECKED}",
     rules_why=f"only called in train mode; its {_INVERSE}",
     **_TRAINING,
 )

@@ -139,6 +139,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "logical_not_": torch.logical_not,
     "conj_physical_": torch.conj_physical,
     # Given by position what Python wants by name.
+    "contiguous": lambda x, form=torch.contiguous_format: x.contiguous(memory_format=form),
     "add": lambda x, other, alpha=1: torch.add(x, other, alpha=alpha),
     "div": lambda x, other, rounding_mode=None: torch.div(x, other, rounding_mode=rounding_mode),
     "index": lambda x, indices: aten.index.Tensor(x, indices),

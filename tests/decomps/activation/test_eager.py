@@ -97,6 +97,11 @@ TAPED = {
         lambda x, w, b: rows(x, [0, 2]) * w[:, None] + b[:, None],
         6,
     ),
+    "cudnn_batch_norm": (
+        lambda x, w, b: aten.cudnn_batch_norm(x, w, b, None, None, True, 0.1, EPS)[0],
+        lambda x, w, b: rows(x, [0, 2]) * w[:, None] + b[:, None],
+        6,
+    ),
     "group_norm": (
         lambda x, w, b: F.group_norm(x, 3, w, b, EPS),
         lambda x, w, b: rows(x.reshape(4, 3, 10), [-1]).reshape(x.shape) * w[:, None] + b[:, None],
