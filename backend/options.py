@@ -48,9 +48,10 @@ class Options:
     gpu: str | None = field(
         default=None,
         metadata={
-            "help": "what kernels for GPUs are written in, triton or cuda, where both can be; None "
-            "for cuda where rows are longer than programs of Triton hold",
-            "choices": ("triton", "cuda", None),
+            "help": "what kernels for GPUs are written in, triton or cuda, where both can be; "
+            "tuned for the fastest of these and of several settings, timed once; None for cuda "
+            "where rows are longer than programs of Triton hold",
+            "choices": ("triton", "cuda", "tuned", None),
             "env": "NORMPASS_GPU",
         },
     )

@@ -6,16 +6,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class FakeDriver:
     """As much of a driver as Triton asks for before it launches. error: what loading a kernel
-    raises; without one, kernels are numbered from 1 on as they are loaded, and spill nothing.
+    raises; without one, kernels are numbered from 1 on as they are loaded. spilled: bytes of memory
+    that a thread of a binary takes for registers.
     """
 
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
+    def __init__(self, error: Exception | None, spilled: Callable[[bytes], int]) -> None:
+        self.error, self.spilled = error, spilled
         self.utils = self
         self.loaded: list[str] = []
 
@@ -42,14 +43,17 @@ class FakeDriver:
         if self.error:
             raise self.error
         self.loaded.append(name)
-        return None, len(self.loaded), 32, 0, 1024  # without a module nothing is unloaded
+        # Without a module nothing is unloaded.
+        return None, len(self.loaded), 32, self.spilled(binary), 1024
 
 
 @contextmanager
-def fake_gpu(error: Exception | None = None) -> Iterator[FakeDriver]:
+def fake_gpu(
+    error: Exception | None = None, spilled: Callable[[bytes], int] = lambda _: 0
+) -> Iterator[FakeDriver]:
     from triton.runtime.driver import driver
 
-    before, found = driver._active, FakeDriver(error)  # its own reset asks for a GPU
+    before, found = driver._active, FakeDriver(error, spilled)  # its own reset asks for a GPU
     driver.set_active(found)
     try:
         yield found

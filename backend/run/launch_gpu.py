@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -9,17 +11,19 @@ import torch
 from torch.autograd import profiler
 
 from normpass.backend.program.dialect import gpu_machine
+from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.program.sizes import size_classes
 from normpass.backend.run import builders
 from normpass.backend.run.caches import capability
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
 
+    from normpass.backend.program.machine import Machine
     from normpass.backend.program.sizes import SizeClass
     from normpass.backend.run.gpu_kernel import GpuKernel, Ready
 
@@ -50,14 +54,14 @@ def start(text: str, sizes: tuple[int, ...], device: torch.device) -> Future[Non
 @lru_cache(maxsize=4096)
 def _kernel(text: str, classes: tuple[SizeClass, ...], capability: int) -> GpuKernel:
     region = parse(text)
-    in_triton = partial(_in_triton, text, classes)
     machine = gpu_machine(region, classes, capability)
-    if not machine.clusters:
-        return in_triton()
-    from normpass.backend.run.cuda_driver import build
-    from normpass.backend.run.launch_cuda import CudaKernel
+    usual = _in_cuda(text, classes, machine) if machine.clusters else _in_triton(text, classes)
+    if region.dialect != "tuned" or not capability:
+        return usual
+    from normpass.backend.run.tuned import TunedKernel
 
-    return CudaKernel(region, machine, classes, build, in_triton)
+    forms = {"usual": usual, **dict(_others(text, classes, capability))}
+    return TunedKernel(forms, f"{text}\n{classes}")
 
 
 @lru_cache(maxsize=4096)
@@ -66,6 +70,31 @@ def _in_triton(text: str, classes: tuple[SizeClass, ...]) -> GpuKernel:
     from normpass.backend.run.launch_triton import TritonKernel
 
     return TritonKernel(parse(text), GPU, classes)
+
+
+def _in_cuda(text: str, classes: tuple[SizeClass, ...], machine: Machine) -> GpuKernel:
+    from normpass.backend.run.cuda_driver import build
+    from normpass.backend.run.launch_cuda import CudaKernel
+
+    in_triton = partial(_in_triton, text, classes)
+    return CudaKernel(parse(text), machine, classes, build, in_triton)
+
+
+def _others(
+    text: str, classes: tuple[SizeClass, ...], capability: int
+) -> Iterator[tuple[str, GpuKernel]]:
+    """Forms of a region's kernels besides the usual one, which may be among them."""
+    from normpass.backend.program.machine import GPU
+    from normpass.backend.run.launch_triton import SETTINGS, TritonKernel
+
+    with suppress(UnsupportedPlanError):
+        for setting in SETTINGS:
+            yield f"triton, {setting}", TritonKernel(parse(text), GPU, classes, setting)
+    with suppress(UnsupportedPlanError):
+        asked = replace(parse(text), dialect="cuda")
+        machine = gpu_machine(asked, classes, capability)
+        if machine.clusters:
+            yield "cuda", _in_cuda(text, classes, machine)
 
 
 class CallSite:

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from normpass.backend.codegen.triton_kernel import Kernel
     from normpass.backend.codegen.triton_library import Card
     from normpass.backend.program.sizes import SizeClass
     from normpass.backend.run.gpu_kernel import Run
@@ -42,6 +43,38 @@ log = logging.getLogger(__name__)
 INTERPRETED_PROCESSORS = 3
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How kernels are compiled. programs: so many times as many at once on a multiprocessor as was
+    planned. ahead: whether loops fetch what they read next.
+    """
+
+    programs: float = 1.0
+    ahead: bool = True
+
+    def __str__(self) -> str:
+        ahead = "ahead" if self.ahead else "nothing ahead"
+        return f"{self.programs:g} times the programs, {ahead}"
+
+    def of(self, card: Card, kernels: Sequence[Kernel]) -> Card:
+        """What kernels are told of a GPU under this setting."""
+        most = {k.name: MOST_WARPS // k.warps for k in kernels}
+        asked = {k.name: max(1, int(k.programs * self.programs)) for k in kernels}
+        fitting = {name: min(count, most[name]) for name, count in asked.items()}
+        return replace(
+            card,
+            fitting=card.fitting if self.programs == 1 else fitting,
+            of_program=card.of_program if self.ahead else 0,
+        )
+
+
+USUAL = Setting()
+# Others that may be faster.
+SETTINGS = (Setting(0.5), Setting(2.0), Setting(ahead=False), Setting(2.0, ahead=False))
+# Warps of a multiprocessor.
+MOST_WARPS = 64
+
+
 class TritonKernel(GpuKernel):
     """A region's Triton module for sizes of given classes.
 
@@ -52,9 +85,14 @@ class TritonKernel(GpuKernel):
     dialect = "Triton"
 
     def __init__(
-        self, region: Region, machine: Machine = GPU, classes: tuple[SizeClass, ...] = ()
+        self,
+        region: Region,
+        machine: Machine = GPU,
+        classes: tuple[SizeClass, ...] = (),
+        setting: Setting = USUAL,
     ) -> None:
         super().__init__(region)
+        self.setting = setting
         self.source = generator.generate(make_plan(region, machine, classes))
         outputs = (output.buffer for output in region.outputs)
         self._dtypes = [buffer.dtype for buffer in (*region.inputs, *outputs)]
@@ -67,7 +105,8 @@ class TritonKernel(GpuKernel):
         from triton.runtime.errors import TritonError
 
         found: Exception | None = None
-        card = self._cards.get(device.index) or card_of(device)
+        card = self._cards.get(device.index)
+        card = card or self.setting.of(card_of(device), self.source.kernels)
         for given in (card, replace(card, of_program=0)):
             try:
                 return self._fitted(sizes, device, given)
