@@ -25,23 +25,27 @@ CAPABILITIES = (80, 90, 100)
 NORMS = ("layer_norm_forward", "layer_norm_backward", "rms_norm_backward", "softmax_backward")
 WIDTHS = ("1024", "4096", "12288", "16384", "65536", "131072")
 DTYPES = ({"t": "bf16", "w": "f32"}, {"t": "f16"}, {"t": "f32"}, {"t": "f64"})
+# Types and widths, by the folder of their snapshots.
+SETS = {"few": (DTYPES[::2], ("4096", "65536")), "all": (DTYPES, WIDTHS)}
 
 
 @needs_nvrtc
 @needs_triton  # whose cuobjdump tells
 @pytest.mark.usefixtures("compiler_cache")
 @pytest.mark.parametrize("name", [*NORMS, "modulated_backward", "three_levels"])
-def test_resources(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.sweep)])
+def test_resources(which: str, name: str, tmp_path: Path) -> None:
+    dtypes, widths = SETS[which]
     lines = []
-    for types in DTYPES:
-        for width in WIDTHS:
+    for types in dtypes:
+        for width in widths:
             for capability in CAPABILITIES:
                 with suppress(UnsupportedPlanError):  # rows that no team of that GPU holds
                     plan = cuda_on_cpu.plan_of(name, capability, c=width, **types)
                     found = f"{' '.join(types.values()):<8} {width:>6}  sm_{capability}"
                     lines.append(f"{found}  {resources(plan, capability, tmp_path)}")
     if is_recorded():
-        assert_snapshot(f"cuda/resources/{name}.txt", "\n".join(lines) + "\n")
+        assert_snapshot(f"cuda/resources/{which}/{name}.txt", "\n".join(lines) + "\n")
 
 
 @needs_nvrtc

@@ -41,7 +41,9 @@ def compiled(library: Path, size: str, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", ["gpt2", "resnet", "unet", pytest.param("vit", marks=pytest.mark.sweep)]
+)
 def test_steps_compile(name: str, library: Path) -> None:
     found = compiled(library, "tiny", name)
     assert len(found["regions"]) == TINY[name]
