@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_driver import fake_gpu
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._inductor.graph import GraphLowering
 
+needs_cpu_build = pytest.mark.skipif(
+    torch.version.cuda is not None or torch.version.hip is not None,
+    reason="needs torch without CUDA: with it torch asks the driver, which is not there",
+)
 SOURCE = Path(__file__).with_suffix("") / "device.cpp"
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",

@@ -19,7 +19,7 @@ from triton_ahead import is_recorded, needs_triton
 from normpass.backend.run import nvrtc
 
 PROGRAM = Path(gpu_absent.__file__).with_name("gpu_models.py")
-pytestmark = [needs_triton]
+pytestmark = [needs_triton, gpu_absent.needs_cpu_build]
 # Regions of a step of each model in its tiny size, forward and backward: norms and softmaxes.
 TINY = {"gpt2": 10, "vit": 10, "resnet": 15, "unet": 16}
 

@@ -40,6 +40,7 @@ def step(g: Tensor, y: Tensor) -> tuple[Tensor]:
     return (grad,)
 
 
+@gpu_absent.needs_cpu_build
 def test_code_calls_the_kernel_and_it_is_built_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch_gpu, "start", lambda *given: started.append(given))
@@ -54,6 +55,7 @@ def test_code_calls_the_kernel_and_it_is_built_meanwhile(monkeypatch: pytest.Mon
     assert where == [(8,), torch.device("cuda:0")]
 
 
+@gpu_absent.needs_cpu_build
 @pytest.mark.usefixtures("faults_are_meant")
 def test_what_cannot_be_started_is_built_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: object) -> None:
@@ -114,7 +116,7 @@ def test_a_call_keeps_what_it_found(kernel: Kernel, monkeypatch: pytest.MonkeyPa
 def test_a_profiler_sees_the_operator(kernel: Kernel) -> None:
     site = CallSite()
     call(site)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         call(site)
     assert "normpass::region" in {event.key for event in profile.key_averages()}
 
