@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.testing import make_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from normpass.decomps.norms.cudnn_checks import CHECKS
 from normpass.decomps.registry import rules
 from normpass.decomps.shapes import Shapes, bind, parse
 
@@ -62,9 +63,13 @@ def elementwise(rule: Rule) -> bool:
 
 
 def optional(rule: Rule) -> frozenset[str]:
-    """The tensors that may be None."""
+    """The tensors that may be None: of cuDNN's batch norm its wrapper wants the bias, and its
+    backward the statistics, which the schema does not.
+    """
     types = {name: str(type) for name, type in parameters(rule).items()}
-    return frozenset(name for name, type in types.items() if type == "Optional[Tensor]")
+    wanted = {"bias", "save_mean", "save_var"} if rule.op in CHECKS else set()
+    found = (name for name, type in types.items() if type == "Optional[Tensor]")
+    return frozenset(name for name in found if name not in wanted)
 
 
 def is_tensor(type: Any) -> bool:
