@@ -13,6 +13,7 @@ from normpass.backend.codegen.text import TYPES, extent_name
 from normpass.backend.codegen.triton_layout import WIDE, divide_up, size_text, times
 from normpass.backend.codegen.triton_leaves import LeafPrinter
 from normpass.backend.codegen.triton_program import STAGES
+from normpass.backend.program.sizes import symbol
 from normpass.backend.program.tree import SHARED, Loop, Staged
 from normpass.passes.region import product
 
@@ -85,7 +86,15 @@ class KernelPrinter(LeafPrinter):
                     expression = f"tl.full([], {expression}, tl.int64)"
                 lines.append(f"    {name} = {expression}")
         used = [size for size in self.region.runtime_sizes if f"n_{size}" in self.used]
-        return [*(f"    n_{size} = n_{size}.to(tl.int64)" for size in used), *lines]
+        return [*map(self.size_line, used), *lines]
+
+    def size_line(self, size: str) -> str:
+        """A run-time size, with what divides it: where rows begin at multiples of a vector, and
+        end there, Triton reads vectors.
+        """
+        number, divisor = f"n_{size}.to(tl.int64)", self.divisor(symbol(size))
+        known = f"tl.multiple_of({number}, {divisor})" if divisor > 1 else number
+        return f"    n_{size} = {known}"
 
     def arguments(self) -> tuple[tuple[str, str], ...]:
         """The kernel's parameters: of all there could be, those that its text uses."""

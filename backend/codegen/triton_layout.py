@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from normpass.backend.codegen.names import Names
 
+# Elements of a vector of 16 bytes, at most.
+LANES = 16
 # Offsets from here on need 64 bits.
 WIDE = 2**31
 RESERVED = frozenset({"tl", "lib", "libdevice", "triton", "torch", "float", "range"})
@@ -134,6 +136,18 @@ class Layout:
         return f"{self.names.value[value]}{self.suffix(self.plan.region.varies[value])}"
 
     # -- extents and offsets
+
+    def divisor(self, size: sympy.Symbol) -> int:
+        """What is known to divide a run-time size, up to a vector's elements, where that says how
+        elements lie: it is in a stride, or how far those side by side go.
+        """
+        nodes = walk(*self.launch.body)
+        accesses = [node.access for node in nodes if isinstance(node, (Load, Store))]
+        along = self.plan.axis[self.plan.vector].extent
+        steps = [along, *(step for access in accesses for step in access.strides.values())]
+        if not accesses or not any(size in sympy.sympify(step).free_symbols for step in steps):
+            return 1
+        return math.gcd(accesses[0].sizes.divisor(size), LANES)
 
     def use(self, name: str) -> str:
         """A name that is a parameter of the kernel then, or an extent that is defined in it."""
