@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": ("normpass.benchmarks.demo:main", "train three small models on real data, compared"),
     "explain": ("normpass.commands:explain", "what is fused in a model, what is not, and why"),
     "kernels": ("normpass.commands:kernels", "print the generated kernels of a model"),
+    "doctor": ("normpass.doctor:doctor", "what there is to compile with here, and what is wrong"),
     "bench": ("normpass.benchmarks.bench:main", "time norms and models against eager and Inductor"),
     "coverage": ("normpass.commands:coverage", "count what is ported, list the rules"),
 }

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import sympy
+import torch
 
 from normpass.backend.inductor import bundled, cpp_call, written
 from normpass.backend.inductor.dying import dying, keep
@@ -36,8 +37,6 @@ from normpass.passes.sizes import expected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ def _start(text: str, sizes: tuple[int, ...], device: torch.device, graph: Any) 
     """Begins to compile a region's kernel while Inductor goes on."""
     if device.type == "cpu":
         bundled.note(graph, kernel(text, sizes))
-    elif device.type == "cuda":
+    elif device.type == "cuda" and torch.cuda.is_available():
         from normpass.backend.run import launch_gpu
 
         launch_gpu.start(text, sizes, device)

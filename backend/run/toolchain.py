@@ -64,6 +64,21 @@ def missing_compiler() -> str | None:
     return None
 
 
+def compiler() -> str | None:
+    """The command of the C++ compiler, or None if there is none."""
+    from torch._inductor import cpp_builder
+
+    return None if missing_compiler() else str(cpp_builder.get_cpp_compiler())
+
+
+def vectors() -> str:
+    """The vector instructions that are compiled for, as Inductor calls them; empty for none."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    found = pick_vec_isa()
+    return str(found) if found else ""
+
+
 def cannot_build() -> str | None:
     """Why nothing can be compiled here now, by us or by Inductor, or None if it can."""
     if missing := missing_compiler():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import gpu_absent
 import pytest
@@ -13,12 +17,9 @@ import torch
 import triton_regions as regions
 from triton_regions import fill
 
-from normpass.backend.inductor import inductor_call
-from normpass.backend.run import builders, launch_gpu
+from normpass.backend.run import launch_gpu
 from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError
 from normpass.backend.run.launch_gpu import CallSite
-from normpass.backend.run.op import region_op
-from normpass.passes import faults
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -35,36 +36,71 @@ TEXT = fill(regions.SOFTMAX_BACKWARD, c="64").strip()
 CPU = torch.device("cpu")
 
 
-def step(g: Tensor, y: Tensor) -> tuple[Tensor]:
-    (grad,) = region_op([g.sin(), y], [8], TEXT)
+# Torch and this package keep what they were told of a GPU: in a process of its own.
+PRINTING = """
+import json, sys
+import gpu_absent
+from normpass.backend.inductor import inductor_call
+from normpass.backend.run import builders, launch_gpu
+from normpass.backend.run.op import region_op
+from normpass.passes import faults
+
+text, started = sys.argv[1], []
+
+def step(g, y):
+    (grad,) = region_op([g.sin(), y], [8], text)
     return (grad,)
+
+def start(text, *where):
+    started.append([text, *map(str, where)])
+
+def refuse(*given):
+    raise RuntimeError("no more threads")
+
+if sys.argv[2] == "started":
+    launch_gpu.start = start
+else:
+    builders.submit = refuse
+inductor_call.install()
+code = gpu_absent.printed(step, (8, 64), (8, 64))
+print(json.dumps([code, started, faults.reported()]))
+"""
+
+
+def printed(how: str) -> tuple[str, list[list[str]], list[list[str]]]:
+    """Inductor's code of a graph with a region, which kernels were begun with, and our faults."""
+    paths = [os.path.dirname(gpu_absent.__file__), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PRINTING, TEXT, how],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    code, started, found = json.loads(done.stdout.splitlines()[-1])
+    return code, started, found
 
 
 @gpu_absent.needs_cpu_build
-def test_code_calls_the_kernel_and_it_is_built_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch_gpu, "start", lambda *given: started.append(given))
-    inductor_call.install()
-    code = gpu_absent.printed(step, (8, 64), (8, 64))
+def test_code_calls_the_kernel_and_it_is_built_meanwhile() -> None:
+    code, started, found = printed("started")
     lines = [line for line in code.splitlines() if not line.lstrip().startswith("#")]
     assert not [line for line in lines if "torch.ops.normpass" in line]
     (name,) = re.findall(r"(\w+) = normpass_gpu_call_site\(\)", code)
     assert re.search(rf"= {name}\(\[buf0, y_1\], \[8\], 'region softmax_backward", code)
     ((text, *where),) = started
     assert text.startswith("region softmax_backward")
-    assert where == [(8,), torch.device("cuda:0")]
+    assert where == ["(8,)", "cuda:0"]
+    assert not found
 
 
 @gpu_absent.needs_cpu_build
-@pytest.mark.usefixtures("faults_are_meant")
-def test_what_cannot_be_started_is_built_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object) -> None:
-        raise RuntimeError("no more threads")
-
-    monkeypatch.setattr(builders, "submit", refuse)
-    inductor_call.install()
-    assert "normpass_gpu_call_site()" in gpu_absent.printed(step, (8, 64), (8, 64))
-    assert [stage for stage, *_ in faults.reported()] == ["the start of a kernel"]
+def test_what_cannot_be_started_is_built_when_it_is_called() -> None:
+    code, _, found = printed("refused")
+    assert "normpass_gpu_call_site()" in code
+    assert [stage for stage, *_ in found] == ["the start of a kernel"]
 
 
 class Kernel(GpuKernel):
