@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch.autograd import profiler
 
 from normpass.backend.program.dialect import gpu_machine
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
-    import torch
     from torch import Tensor
 
     from normpass.backend.program.machine import Machine
@@ -111,9 +111,7 @@ class CallSite:
         if sizes != known or inputs[0].get_device() != index:
             ready = self._find(inputs[0], sizes, text)
         if ready is None:
-            from normpass.backend.run.op import region_op  # which is made of this module
-
-            return region_op(inputs, sizes, text)
+            return torch.ops.normpass.region(inputs, sizes, text)
         if profiler._is_profiler_enabled:
             with profiler.record_function("normpass::region"):
                 return ready(inputs)

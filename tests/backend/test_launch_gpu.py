@@ -17,7 +17,7 @@ import torch
 import triton_regions as regions
 from triton_regions import fill
 
-from normpass.backend.run import launch_gpu
+from normpass.backend.run import launch_gpu, op
 from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError
 from normpass.backend.run.launch_gpu import CallSite
 from normpass.passes.region_text import parse
@@ -130,6 +130,7 @@ def expected(g: Tensor, y: Tensor) -> Tensor:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel(parse(TEXT))
+    assert op.region_op  # what calls go through that nothing was found for
     monkeypatch.setattr(launch_gpu, "kernel", lambda *_: found)
     return found
 
