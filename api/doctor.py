@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -240,7 +240,7 @@ class _Warnings(logging.Handler):
 
 
 @contextmanager
-def _listening() -> Iterator[list[str]]:
+def listening() -> Iterator[list[str]]:
     """What normpass warns of in a block."""
     handler, log = _Warnings(), logging.getLogger("normpass")
     log.addHandler(handler)
@@ -255,7 +255,7 @@ def tried(device: str) -> tuple[str, list[Finding]]:
     report = "please report it, with all of this"
     begin = time.perf_counter()
     try:
-        with _listening() as warnings:
+        with listening() as warnings:
             fused = trial(device)
     except Exception as error:
         problem = f"a layer norm fails on {device}: {type(error).__name__}: {error}"
@@ -274,13 +274,19 @@ def trial(device: str) -> int:
         AssertionError: if a result is another than eager mode's.
     """
     from torch._dynamo.utils import counters
+    from torch._functorch import config
 
     torch.manual_seed(0)
-    norm = torch.nn.LayerNorm(96, device=device)
-    inputs = torch.randn(2, 64, 96, device=device)
+    like: dict[str, Any] = {"device": device, "dtype": torch.float64}
+    norm, inputs = torch.nn.LayerNorm(96, **like), torch.randn(2, 64, 96, **like)
     counters["normpass"].clear()
-    compiled = torch.compile(norm, backend="normpass", options={"least_bytes": 0})
-    found, expected = gradients(compiled, norm, inputs), gradients(norm, norm, inputs)
+    # What a cache has, or this process, would not be fused again.
+    torch._dynamo.reset()
+    uncached = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    options: dict[str, Any] = {"least_bytes": 0, "inductor": uncached}
+    compiled = torch.compile(norm, backend="normpass", options=options)
+    with config.patch(enable_autograd_cache=False):
+        found, expected = gradients(compiled, norm, inputs), gradients(norm, norm, inputs)
     torch.testing.assert_close(found, expected)
     return sum(n for what, n in counters["normpass"].items() if what.startswith("fused "))
 

@@ -32,7 +32,6 @@ NORMPASS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
     "normpass triton": {"gpu": "triton"},
     "normpass cuda": {"gpu": "cuda"},
-    "normpass tuned": {"gpu": "tuned"},
 }
 PARAMETERS = ("weight", "bias")
 

@@ -16,7 +16,6 @@ if __name__ == "__main__":
     ctypes.CDLL(sys.argv[1])
 
 import json
-import logging
 import tempfile
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +33,7 @@ from triton_ahead import usage
 from normpass.backend.run import cuda_driver, cuda_launch, launch_gpu, nvrtc, prepared
 from normpass.benchmarks.gpu_models import MODELS
 from normpass.benchmarks.zoo import FORMATS
+from normpass.doctor import listening
 from normpass.passes import faults
 
 if TYPE_CHECKING:
@@ -43,17 +43,6 @@ if TYPE_CHECKING:
     from normpass.benchmarks.zoo import Model
 
 GPU = torch.device("cuda", 0)
-
-
-class Warnings(logging.Handler):
-    """What normpass tells the user."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(record.getMessage())
 
 
 def on_gpu(value: Any, layout: torch.memory_format = torch.contiguous_format) -> Any:
@@ -140,8 +129,13 @@ def taken(function: Any, blocks: int, folder: Path) -> str:
 
 
 def main(size: str, name: str) -> None:
-    warnings = Warnings()
-    logging.getLogger("normpass").addHandler(warnings)
+    with listening() as warnings:
+        found = examined(size, name)
+    print(json.dumps({**found, "faults": faults.reported(), "warnings": warnings}))
+
+
+def examined(size: str, name: str) -> dict[str, Any]:
+    """The code of a model's step and the kernels of its regions."""
     begun: list[tuple[str, tuple[int, ...]]] = []
     options = {"least_bytes": 0} if size == "tiny" else {}
     with mock.patch.object(launch_gpu, "start", lambda text, sizes, _: begun.append((text, sizes))):
@@ -161,8 +155,7 @@ def main(size: str, name: str) -> None:
         for line in text.splitlines()
         if "torch.ops.normpass" in line and not line.strip().startswith("#")
     ]
-    found = {"graphs": len(code), "begun": len(begun), "regions": regions, "called": called}
-    print(json.dumps({**found, "faults": faults.reported(), "warnings": warnings.seen}))
+    return {"graphs": len(code), "begun": len(begun), "regions": regions, "called": called}
 
 
 if __name__ == "__main__":

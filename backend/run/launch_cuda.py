@@ -77,15 +77,14 @@ class CudaKernel(GpuKernel):
         self._other: GpuKernel | None = None
 
     def _prepare(self, sizes: tuple[int, ...], device: torch.device) -> Run:
-        calls = self._calls.get(device.index)
-        if calls is None:
-            try:
-                calls = self._calls[device.index] = self._built(device)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                raise NotBuiltError(error) from error
-        return calls.prepare(sizes, device)
+        try:
+            if device.index not in self._calls:
+                self._calls[device.index] = self._built(device)
+            return self._calls[device.index].prepare(sizes, device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise NotBuiltError(error) from error
 
     def _built(self, device: torch.device) -> Calls:
         """The kernels on a device. Those whose registers do not suffice are built again for teams

@@ -39,7 +39,7 @@ def kernel(text: str, sizes: tuple[int, ...], device: int | None = None) -> GpuK
         UnsupportedPlanError: if there is none.
     """
     found = 0 if device is None else capability(device)
-    return _kernel(text, size_classes(sizes), found)
+    return _kernel(text, size_classes(sizes), found, device is not None)
 
 
 def start(text: str, sizes: tuple[int, ...], device: torch.device) -> Future[None]:
@@ -52,11 +52,13 @@ def start(text: str, sizes: tuple[int, ...], device: torch.device) -> Future[Non
 
 
 @lru_cache(maxsize=4096)
-def _kernel(text: str, classes: tuple[SizeClass, ...], capability: int) -> GpuKernel:
+def _kernel(
+    text: str, classes: tuple[SizeClass, ...], capability: int, is_there: bool
+) -> GpuKernel:
     region = parse(text)
     machine = gpu_machine(region, classes, capability)
     usual = _in_cuda(text, classes, machine) if machine.clusters else _in_triton(text, classes)
-    if region.dialect != "tuned" or not capability:
+    if region.dialect != "tuned" or not is_there:
         return usual
     from normpass.backend.run.tuned import TunedKernel
 

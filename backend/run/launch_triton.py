@@ -22,6 +22,7 @@ from normpass.backend.program.plan import make_plan
 from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError
 from normpass.backend.run.toolchain import cache_dir
 from normpass.backend.run.triton_launches import prepared, record
+from normpass.passes import faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,8 +125,11 @@ class TritonKernel(GpuKernel):
         def launched_by_triton(tensors: Sequence[Tensor]) -> None:
             run(tensors, sizes, card)
 
-        direct = prepared(built, len(self._dtypes), device, launched_by_triton)
-        return direct if direct and built.launches else launched_by_triton
+        with faults.survived("preparing launches", "a region", "Triton launches its kernels"):
+            direct = prepared(built, len(self._dtypes), device, launched_by_triton)
+            if direct and built.launches:
+                return direct
+        return launched_by_triton
 
     def _compiled(
         self, sizes: tuple[int, ...], device: torch.device, card: Card

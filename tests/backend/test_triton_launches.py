@@ -24,6 +24,7 @@ from normpass.backend.run import cuda_launch, launch_triton, triton_launches
 from normpass.backend.run.cuda_launch import Loaded
 from normpass.backend.run.launch_triton import TritonKernel
 from normpass.backend.run.prepared import Prepared
+from normpass.passes import faults
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ def test_a_binary_reads_what_it_is_given(case: Case) -> None:
             entry = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
             parameters = re.findall(r"\.param \.\w(\d+)(?: \.(ptr))?", entry)
             assert len(parameters) == len(launch.arguments)
-            for (bits, pointer), argument in zip(parameters, launch.arguments, strict=True):
-                is_scratch = argument is launch.arguments[-1] or argument is launch.arguments[-2]
-                assert is_scratch or isinstance(argument, int) is not bool(pointer)
+            own = len(parameters) - len(triton_launches.SCRATCH)
+            pairs = zip(parameters, launch.arguments, strict=True)
+            for k, ((bits, pointer), argument) in enumerate(pairs):
+                assert k >= own or isinstance(argument, int) is not bool(pointer)
                 assert not isinstance(argument, int) or argument < 2 ** (int(bits) - 1)
             assert launch.function.threads == 32 * compiled.metadata.num_warps
 
@@ -104,3 +106,17 @@ def test_what_asks_for_more_is_launched_by_triton(
 
     monkeypatch.setattr(launch_triton, "record", recorded)
     assert not isinstance(kernel.ready((6,), CPU).run, Prepared)
+
+
+@pytest.mark.usefixtures("gpu", "faults_are_meant")
+def test_a_fault_in_preparing_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another Triton, whose kernels tell other things: its own launcher knows them."""
+
+    def refuse(*given: object) -> None:
+        raise AttributeError("signature")
+
+    monkeypatch.setattr(launch_triton, "prepared", refuse)
+    ready = TritonKernel(parse(fill(regions.SOFTMAX_BACKWARD, c="64"))).ready((5,), CPU)
+    assert ready is not None
+    assert not isinstance(ready.run, Prepared)
+    assert [stage for stage, *_ in faults.reported()] == ["preparing launches"]
