@@ -8,7 +8,7 @@ import pytest
 from triton_ahead import usage
 
 from normpass.backend.codegen.cuda import generate
-from normpass.backend.program.teams import roomier, shared_bytes, team_of
+from normpass.backend.program.team import roomier, shared_bytes, team_of
 from normpass.backend.run import nvrtc
 
 if TYPE_CHECKING:

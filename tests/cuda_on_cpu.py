@@ -18,7 +18,7 @@ import triton_regions
 from normpass.backend.codegen import cuda
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
-from normpass.backend.program.teams import shared_bytes, team_of
+from normpass.backend.program.team import shared_bytes, team_of
 from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.passes.region_text import parse
 

@@ -1,4 +1,4 @@
-"""CUDA C++: prints a plan whose launches have teams (program/teams.py) as kernels for NVRTC.
+"""CUDA C++: prints a plan whose launches have teams (program/team.py) as kernels for NVRTC.
 
 The text is written for people: names from the region, one comment a phase, normpass.cuh for what
 would only repeat. The pointwise operations are those of the C++ for CPUs, on one number at a time.

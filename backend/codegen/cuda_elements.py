@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen.cuda_names import CudaNames
 from normpass.backend.codegen.text import index_expression
 from normpass.backend.program.reductions import REDUCTIONS
-from normpass.backend.program.teams import WARP
+from normpass.backend.program.team import WARP
 from normpass.backend.program.tree import Compute, Keep, Load, Recall, Store
 from normpass.passes.region import product
 

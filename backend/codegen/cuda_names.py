@@ -11,7 +11,7 @@ from normpass.backend.codegen import cpp_names
 from normpass.backend.codegen.names import Names
 from normpass.backend.codegen.text import TYPES, factor, index_expression
 from normpass.backend.program.pointwise import POINTWISE
-from normpass.backend.program.teams import team_of
+from normpass.backend.program.team import team_of
 from normpass.backend.program.tree import Load, Recall
 from normpass.passes.region import product
 

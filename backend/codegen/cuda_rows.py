@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen.cuda_names import SHARES, CudaNames
 from normpass.backend.codegen.text import TYPES, index_expression
 from normpass.backend.program.reductions import REDUCTIONS
-from normpass.backend.program.teams import groups
+from normpass.backend.program.team import groups
 from normpass.backend.program.tree import (
     Accumulate,
     Begin,

@@ -1,6 +1,6 @@
 // What generated CUDA C++ is written in, beside C++: what normpass.h is to the kernels of CPUs.
 //
-// The threads of a team (program/teams.py) have the same elements of every row: `Row` says which.
+// The threads of a team (program/team.py) have the same elements of every row: `Row` says which.
 // `Slots` are a thread's places on chip for them, and `Exchange` adds up over the team. Division
 // and square roots are rounded to nearest, and the largest of values of which one is NaN is NaN.
 

@@ -54,7 +54,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Clusters:
-    """The numbers behind teams (teams.py), of one kind of GPU.
+    """The numbers behind teams (team.py), of one kind of GPU.
 
     blocks: of a cluster at most. shared: bytes of shared memory that a block can have. memory: the
     same of a multiprocessor, of which the system keeps some for each block. threads: of a block at

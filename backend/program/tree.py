@@ -12,7 +12,7 @@ from normpass.backend.program.sizes import Sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from normpass.backend.program.teams import Team
+    from normpass.backend.program.team import Team
     from normpass.passes.region import Buffer, Op, Output, Region
 
 

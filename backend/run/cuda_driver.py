@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.backend.program.teams import shared_bytes, team_of
+from normpass.backend.program.team import shared_bytes, team_of
 from normpass.backend.run import nvrtc
 from normpass.backend.run.cuda_launch import DriverError, Loaded, enter_context
 

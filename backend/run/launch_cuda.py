@@ -14,7 +14,7 @@ from normpass.backend.codegen import cuda as generator
 from normpass.backend.codegen.cuda_names import SHARES
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import symbol
-from normpass.backend.program.teams import roomier, share_count, team_of
+from normpass.backend.program.team import roomier, share_count, team_of
 from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError
 from normpass.backend.run.layouts import copied
 from normpass.backend.run.prepared import (

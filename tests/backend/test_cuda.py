@@ -29,7 +29,7 @@ from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.program.listing import listing
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
-from normpass.backend.program.teams import team_of
+from normpass.backend.program.team import team_of
 from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.passes.region import product
 from normpass.passes.region_text import parse

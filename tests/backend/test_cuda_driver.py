@@ -21,7 +21,7 @@ from triton_regions import fill
 
 from normpass.backend.program.dialect import gpu_machine
 from normpass.backend.program.machine import GPU, cuda_machine
-from normpass.backend.program.teams import shared_bytes, team_of
+from normpass.backend.program.team import shared_bytes, team_of
 from normpass.backend.run import cuda_driver, cuda_launch, launch_gpu, nvrtc, prepared
 from normpass.backend.run.cuda_launch import DriverError
 from normpass.backend.run.launch_cuda import CudaKernel

@@ -1,0 +1,128 @@
+"""How threads of a GPU share out a launch's rows, in CUDA C++.
+
+A team works on a row together: the threads of one block, or of several on neighbouring
+multiprocessors, which see each other's memory (a cluster). Each thread has the same elements of
+every row. So what it reads of a row is on chip in places of its own, no other thread waits for it,
+and the sums of a gradient of the weight stay in its registers while its team goes through rows.
+While one row is computed the next one is on its way.
+
+A row that one block cannot hold in this way is held by two blocks, four or eight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from normpass.backend.program.launches import UnsupportedPlanError
+from normpass.backend.program.tree import Finish, Loop
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from normpass.backend.program.tree import Launch, Load, Node, Plan
+
+WARP = 32
+# Bytes that a thread reads at a time, and the fewest that go on chip without its waiting for them.
+WIDEST, NARROWEST = 16, 4
+
+
+@dataclass(frozen=True)
+class Team:
+    """What works on a row, and what it has of it. Its launch tells which rows it shares with others
+    (`Blocks.shares`), what it reads once for all of them (`held`), and how many blocks run on a
+    multiprocessor at once (`Blocks.programs`).
+
+    threads: of a block. width: bytes of a number that is computed with. blocks: of a team. lanes:
+    neighbours in memory that a thread reads at a time. vectors: so many times of each row. stages:
+    rows that are on chip, or on their way, at once. staged: what is read of every row. together:
+    the most sums along a row that are added up over a team at once. beside: bytes of shared memory
+    for other things.
+    """
+
+    threads: int
+    width: int
+    blocks: int = 1
+    lanes: int = 1
+    vectors: int = 1
+    stages: int = 1
+    staged: tuple[Load, ...] = ()
+    together: int = 0
+    beside: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Of a row, that one block has; those beyond its end with them."""
+        return self.threads * self.vectors * self.lanes
+
+    @property
+    def exchange(self) -> int:
+        """Bytes of shared memory in which a team adds up: twice, so that nobody waits for others to
+        have read before the next sum.
+        """
+        size = 2 * self.together * self.blocks * (self.threads // WARP) * self.width
+        return -(-size // WIDEST) * WIDEST
+
+    def on_chip(self, load: Load) -> int:
+        """Bytes of shared memory that a block has for a tensor."""
+        stages = self.stages if load in self.staged else 1
+        return stages * self.elements * int(load.access.buffer.dtype.itemsize)
+
+
+def team_of(launch: Launch) -> Team:
+    """The team of a launch that has one."""
+    if launch.team is None:
+        raise AssertionError(f"expected a launch with a team, found {launch}")
+    return launch.team
+
+
+def shared_bytes(launch: Launch) -> int:
+    """Shared memory of a block of a launch's team."""
+    team = team_of(launch)
+    return team.beside + team.exchange + sum(map(team.on_chip, (*team.staged, *launch.held)))
+
+
+def refused(plan: Plan, expected: str, found: str) -> UnsupportedPlanError:
+    return UnsupportedPlanError(
+        f"region {plan.region.name} in CUDA C++: expected {expected}, found {found}"
+    )
+
+
+def roomier(launch: Launch) -> Launch | None:
+    """The launch with the next team to try where a thread's registers do not suffice; None if there
+    is none. Half a vector's numbers take half as many registers, and a multiprocessor's are shared
+    by fewer threads if fewer blocks run at once.
+    """
+    team, blocks = team_of(launch), launch.blocks
+    sizes = [int(load.access.buffer.dtype.itemsize) for load in (*team.staged, *launch.held)]
+    bytes = team.lanes * min(sizes, default=NARROWEST) // 2  # of the narrowest, if it is halved
+    narrower = replace(team, lanes=team.lanes // 2, vectors=team.vectors * 2)
+    if team.lanes > 1 and bytes >= WIDEST // 2:
+        return replace(launch, team=narrower)
+    if blocks.programs > 1:
+        return replace(launch, blocks=replace(blocks, programs=blocks.programs - 1))
+    return replace(launch, team=narrower) if team.lanes > 1 and bytes >= NARROWEST else None
+
+
+def groups(body: Sequence[Node]) -> list[list[Finish]]:
+    """The sums along a row that are complete after each of its loops."""
+    found: list[list[Finish]] = [[]]
+    for node in body:
+        if isinstance(node, Loop):
+            found.append([])
+        elif isinstance(node, Finish) and not node.accumulator.shared:
+            found[-1].append(node)
+    return found
+
+
+def share_count(launch: Launch, lengths: Mapping[str, int], teams: int) -> int:
+    """How many teams share the rows of a launch, of so many that run at once. lengths: of its outer
+    axes.
+    """
+    shares = launch.blocks.shares
+    if not shares:
+        return 1
+    tiles = prod(n for axis, n in lengths.items() if axis not in shares)
+    rows = prod(lengths[axis] for axis in shares)
+    return max(1, min(-(-teams // max(tiles, 1)), rows))

@@ -1,0 +1,185 @@
+"""Teams whose rows lie along one axis, in CUDA C++."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+
+from normpass.backend.program.team import (
+    NARROWEST,
+    WARP,
+    WIDEST,
+    Team,
+    groups,
+    refused,
+    shared_bytes,
+    team_of,
+)
+from normpass.backend.program.tree import (
+    SHARED,
+    Accumulate,
+    Allocate,
+    Blocks,
+    Keep,
+    Load,
+    Recall,
+    Regroup,
+    Store,
+    walk,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from normpass.backend.program.machine import Clusters
+    from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
+
+STAGES = 2
+
+
+class Rows:
+    """A launch over rows: one loop after another along one axis, on which neighbours in memory
+    lie, and of which the length is known.
+    """
+
+    def __init__(self, plan: Plan, launch: Launch) -> None:
+        self.plan, self.launch = plan, launch
+        self.nodes = [*walk(*launch.body)]
+        self.axis = self.checked()
+        reduced = [set(each.op.axes) for each in launch.shared]
+        self.shares = tuple(
+            a.name for a in launch.outer if all(a.name in group for group in reduced)
+        )
+        if not self.shares:
+            raise refused(plan, "sums over rows", "none that all rows are added to")
+        found = {
+            node.access.buffer.name: node
+            for node in self.nodes
+            if isinstance(node, Load) and self.axis.name in node.access.strides
+        }
+        self.rows = [*found.values()]  # what is read along rows, once each
+        self.lanes = self.lanes_of(self.rows)
+
+    def checked(self) -> LoopAxis:
+        """The axis of the rows.
+
+        Raises:
+            UnsupportedPlanError: if there is something else in the launch.
+        """
+        axes = self.launch.inner
+        if len(axes) != 1 or axes[0].name != self.plan.vector or not axes[0].extent.is_number:
+            raise refused(self.plan, "rows of a known length", f"loops over {_names(axes)}")
+        for node in self.nodes:
+            if complaint := self.complaint(node, axes[0].name):
+                raise refused(self.plan, *complaint)
+        return axes[0]
+
+    def complaint(self, node: Node, axis: str) -> tuple[str, str] | None:
+        """What was expected of a node instead of what it is; None if it can be printed."""
+        match node:
+            case Load(access) | Store(_, access):
+                step = access.strides.get(axis, 1)
+                found = f"{access.buffer.name} {step} apart"
+                return None if step == 1 else (f"{axis} next to each other", found)
+            case Accumulate(accumulator) if not accumulator.shared:
+                if accumulator.axes or set(accumulator.op.axes) != {axis}:
+                    return f"sums along {axis}", str(accumulator.op)
+            case Accumulate(accumulator) if set(accumulator.axes) - {axis} - self.tiles():
+                return "sums of whole rows", str(accumulator.op)
+            case Keep(value, _, shared) | Recall(value, _, shared):
+                if not shared or axis in self.plan.region.varies[value]:
+                    return "no array along rows", value
+            case Regroup() | Allocate():
+                return "rows", type(node).__name__
+        return None
+
+    def tiles(self) -> set[str]:
+        """The outer axes that not all sums run over."""
+        reduced = [set(each.op.axes) for each in self.launch.shared]
+        return {a.name for a in self.launch.outer if not all(a.name in r for r in reduced)}
+
+    def lanes_of(self, rows: Sequence[Load]) -> int:
+        """As many as the narrowest type has in what is read at a time, if all rows begin where a
+        vector does.
+        """
+        stores = [n.access for n in self.nodes if isinstance(n, Store)]
+        along = [a for a in stores if self.axis.name in a.strides]
+        accesses = [*(load.access for load in rows), *along]
+        floats = [a.buffer.dtype.itemsize for a in accesses if a.buffer.dtype is not torch.bool]
+        self.narrowest = int(min(floats, default=WIDEST))
+        lanes = WIDEST // self.narrowest
+        steps = [a.strides[s] for a in accesses for s in a.strides if s != self.axis.name]
+        while lanes > 1 and not all(_divides(lanes, n) for n in (self.axis.extent, *steps)):
+            lanes //= 2
+        least = min((load.access.buffer.dtype.itemsize for load in rows), default=NARROWEST)
+        if lanes * least < NARROWEST:
+            raise refused(
+                self.plan, f"rows that begin at multiples of {NARROWEST} bytes", f"{least}"
+            )
+        return lanes
+
+    def fitting(self, clusters: Clusters) -> Launch:
+        """The launch with the smallest team that has room for rows ahead, or for one row, with
+        threads enough if there are so many.
+
+        Raises:
+            UnsupportedPlanError: if there is none.
+        """
+        sizes = [1 << n for n in range(clusters.blocks.bit_length())]
+        for is_enough, stages, blocks in product((True, False), (STAGES, 1), sizes):
+            launch = self.of(blocks, stages, clusters)
+            team, shared = team_of(launch), shared_bytes(launch)
+            of_thread = team.vectors * team.lanes * team.width
+            if is_enough and of_thread > clusters.of_thread:
+                continue
+            if self.sums(team) <= clusters.registers and shared <= clusters.shared:
+                return launch
+        held = f"{self.sums(team)} registers for sums and {shared} bytes"
+        expected = f"rows that {clusters.blocks} blocks hold"
+        raise refused(self.plan, expected, f"{held} of a block at least")
+
+    def of(self, blocks: int, stages: int, clusters: Clusters) -> Launch:
+        """With a team of so many blocks, of no more threads than it takes: the fewer they are, the
+        less they wait for each other, and the more rows are computed at once.
+        """
+        width = self.plan.region.compute_dtype.itemsize
+        most = clusters.of_thread // width  # elements of a thread
+        vectors = -(-int(self.axis.extent) // (self.lanes * blocks))
+        threads = -(-vectors * self.lanes // most)
+        threads = min(clusters.threads, -(-threads // WARP) * WARP)
+        held = [load for load in self.rows if set(self.shares).isdisjoint(load.access.strides)]
+        staged = tuple(load for load in self.rows if load not in held)
+        together = max(int(any(self.over_rows())), *map(len, groups(self.launch.body)))
+        vectors = -(-vectors // threads)
+        team = Team(threads, width, blocks, self.lanes, vectors, stages, staged, together)
+        launch = replace(self.launch, team=team, held=tuple(held))
+        room = clusters.memory // (shared_bytes(launch) + clusters.system)
+        programs = max(1, min(room, clusters.warps * WARP // threads))
+        size = {axis.name: 1 for axis in launch.outer if axis.name not in self.shares}
+        size |= {SHARED: 1, self.axis.name: int(self.axis.extent)}
+        row, warps = frozenset({self.axis.name}), blocks * threads // WARP
+        return replace(launch, blocks=Blocks(self.shares, size, row, 1, warps, programs))
+
+    def over_rows(self) -> Iterator[bool]:
+        """Of each sum over rows, whether it is one along them too."""
+        for each in self.launch.shared:
+            yield self.axis.name in each.op.axes
+
+    def sums(self, team: Team) -> int:
+        """Registers of a thread for the sums that rows are added to."""
+        count = sum(self.axis.name in each.axes for each in self.launch.shared)
+        return count * team.vectors * team.lanes * team.width // 4
+
+
+def _divides(lanes: int, step: sympy.Expr) -> bool:
+    """Whether a number of elements is a multiple of so many, whatever the sizes are."""
+    terms = sympy.expand(step).as_coefficients_dict().values()
+    return all(term.is_Integer and term % lanes == 0 for term in terms)
+
+
+def _names(axes: Sequence[LoopAxis]) -> str:
+    return ", ".join(f"{axis.name} of {axis.extent}" for axis in axes) or "nothing"
