@@ -31,6 +31,7 @@ EXTENTS: dict[int, list[tuple[int, ...]]] = {
     4: [(2, 3, 5, 7), (3, 2, 4, 17), (5, 9, 2, 3), (2, 2, 16, 5)],
 }
 GROUPED = [(2, 3, 2, 5), (9, 4, 3, 7), (1, 2, 9, 40), (3, 17, 2, 3)]
+SEGMENTED = [(5, 2, 3, 32), (40, 1, 5, 36), (3, 11, 2, 68), (33, 2, 9, 4), (2, 3, 4, 260)]
 DTYPES = [
     *[torch.float32] * 3,
     *(torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.int64),
@@ -72,15 +73,15 @@ class _Builder:
     def __init__(self, draw: DrawFn) -> None:
         self.draw = draw
         extents = self.draw_extents()
-        self.axes = tuple(
-            Axis(name, None if draw(st.integers(0, 2)) == 0 else extent)
-            for name, extent in zip(AXES, extents, strict=False)
-        )
+        self.axes = tuple(map(self.axis, AXES, extents))
         self.extents = dict(zip(AXES, extents, strict=False))
         self.steps: dict[str, Step] = {}
         self.double = draw(st.integers(0, 5)) == 0
         self.varies: dict[str, frozenset[str]] = {}
         self.truth: set[str] = set()
+
+    def axis(self, name: str, extent: int) -> Axis:
+        return Axis(name, None if self.draw(st.integers(0, 2)) == 0 else extent)
 
     def draw_extents(self) -> tuple[int, ...]:
         rank = self.draw(st.integers(1, 4))
@@ -227,6 +228,30 @@ class _Grouped(_Builder):
         return [axis for axis in axes if axis in inside]
 
 
+class _Segmented(_Builder):
+    """Rows along two axes, c and d, of known lengths, as channels of images are: sums are over d
+    alone, or over both, and then over rows.
+    """
+
+    def draw_extents(self) -> tuple[int, ...]:
+        return self.draw(st.sampled_from(SEGMENTED))
+
+    def axis(self, name: str, extent: int) -> Axis:
+        return super().axis(name, extent) if name == "r" else Axis(name, extent)
+
+    def layout(self, names: Sequence[str], *, output: bool) -> tuple[tuple[str, ...], ...]:
+        return tuple((axis,) for axis in AXES if axis in names)
+
+    def strides(
+        self, dims: tuple[tuple[str, ...], ...], *, output: bool
+    ) -> tuple[Stride, ...] | None:
+        return None
+
+    def reduced(self, inside: Sequence[str]) -> list[str]:
+        axes = self.draw(st.sampled_from(["d", "cd", "c", "cd", "r", "rd"]))
+        return [axis for axis in axes if axis in inside]
+
+
 class _Chained(_Builder):
     """With a variance or a sum of exponentials in the middle: reductions that need another."""
 
@@ -288,6 +313,10 @@ def cases(draw: DrawFn, builders: type[_Builder] = _Builder) -> Case:
 
 def grouped_cases() -> st.SearchStrategy[Case]:
     return cases(_Grouped)
+
+
+def segmented_cases() -> st.SearchStrategy[Case]:
+    return cases(_Segmented)
 
 
 def chained_cases() -> st.SearchStrategy[Case]:

@@ -3,8 +3,8 @@
 The text is written for people: names from the region, one comment a phase, normpass.cuh for what
 would only repeat. The pointwise operations are those of the C++ for CPUs, on one number at a time.
 
-This file prints the module; cuda_rows.py prints launches over rows, cuda_elements.py those that
-combine what programs leave.
+This file prints the module; cuda_rows.py prints launches over rows, cuda_segments.py those over
+rows along two axes, cuda_elements.py those that combine what programs leave.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cuda_elements import ElementsPrinter
 from normpass.backend.codegen.cuda_rows import RowsPrinter
+from normpass.backend.codegen.cuda_segments import SegmentsPrinter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +41,7 @@ def generate(plan: Plan, others: Mapping[int, Launch] = AS_PLANNED) -> CudaSourc
     """
     printers: list[CudaNames] = []
     for number, launch in enumerate(plan.launches):
-        kind = RowsPrinter if launch.inner else ElementsPrinter
+        kind = (ElementsPrinter, RowsPrinter, SegmentsPrinter)[len(launch.inner)]
         printers.append(kind(plan, others.get(number, launch), number))
     double = printers[0].double if printers else False
     lines = [f"// {line}" for line in str(plan.region).splitlines()]

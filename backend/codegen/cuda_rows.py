@@ -36,11 +36,16 @@ LONG = 512
 
 
 class RowsPrinter(CudaNames):
-    """Prints one launch over rows."""
+    """Prints one launch over rows. counters: of the loops over a thread's vectors. slot: where a
+    vector lies on chip. part: an element's place among those of a sum along rows.
+    """
+
+    counters: tuple[str, ...] = ("k",)
+    slot = "k"
 
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan, launch, number)
-        (self.axis,) = launch.inner
+        self.axis = launch.inner[-1]
         shares = launch.blocks.shares
         self.share_axes = [plan.axis[name] for name in shares]
         self.on_chip = (*self.team.staged, *launch.held)  # what has slots
@@ -74,13 +79,15 @@ class RowsPrinter(CudaNames):
     def places(self) -> None:
         """A thread's elements, its slots, and where the team adds up."""
         team = self.team
-        sizes = f"{team.threads}, {team.blocks}, {team.vectors}, {team.lanes}"
-        self.line(f"using Row = normpass::Row<{self.axis.extent}, {sizes}>;")
+        self.line(f"using Row = normpass::{self.row()};")
         self.line("const Row row;")
         self.line("ON_CHIP(chip);")
         if team.together:
             self.line(f"Exchange<scalar, Row, {team.together}> exchange(chip);")
         first = team.exchange
+        if team.exchange_of_bands:
+            self.line(f"Bands<scalar, Row, {team.apart}> bands(chip + {first});")
+            first += team.exchange_of_bands
         for load in self.on_chip:
             name, stages = load.access.buffer.name, team.stages if load in team.staged else 1
             kind = TYPES[load.access.buffer.dtype].cpp
@@ -88,6 +95,12 @@ class RowsPrinter(CudaNames):
             first += team.on_chip(load)
         if team.blocks > 1:
             self.line("device::cluster_barrier();  // all of its blocks are there")
+
+    def row(self) -> str:
+        """The type that says which elements of a row a thread has."""
+        team = self.team
+        sizes = (self.axis.extent, team.threads, team.blocks, team.vectors, team.lanes)
+        return f"Row<{', '.join(map(str, sizes))}>"
 
     def share(self) -> None:
         """Which rows a team has."""
@@ -113,8 +126,11 @@ class RowsPrinter(CudaNames):
             with self.each_vector():
                 self.ask(load.access, "0")
         if team.staged:
-            with self.block(f"const auto ask = [&]({self.kind} number, int stage, int k)", "};"):
+            counters = ", ".join(f"int {counter}" for counter in self.counters)
+            head = f"const auto ask = [&]({self.kind} number, int stage, {counters})"
+            with self.block(head, "};"):
                 self.indices()
+                self.index_inside()
                 for load in team.staged:
                     self.ask(load.access, "stage")
         if self.on_chip:
@@ -123,7 +139,8 @@ class RowsPrinter(CudaNames):
             with self.each_vector():
                 if team.staged:
                     self.line(
-                        "if (first + stage < last && row.has(k)) ask(first + stage, stage, k);"
+                        f"if (first + stage < last && {self.has}) "
+                        f"ask(first + stage, stage, {self.counted});"
                     )
                 self.line("device::group();")
             self.indent -= 1
@@ -142,13 +159,30 @@ class RowsPrinter(CudaNames):
         """Begins to copy a vector of a tensor's row."""
         name = access.buffer.name
         where = f"{self.address(access, [self.axis.name])} + row.at(k)"
-        guard = "" if stage == "stage" else "if (row.has(k)) "
-        self.line(f"{guard}slots_{name}.ask({where}, {stage}, k);")
+        guard = "" if stage == "stage" else f"if ({self.has}) "
+        self.line(f"{guard}slots_{name}.ask({where}, {stage}, {self.slot});")
+
+    @property
+    def counted(self) -> str:
+        """A vector, as an argument."""
+        return ", ".join(self.counters)
+
+    @property
+    def has(self) -> str:
+        """Whether there is such a vector."""
+        return f"row.has({self.counted})"
 
     def each_vector(self) -> AbstractContextManager[None]:
-        """The loop over a thread's vectors."""
+        """The loops over all of a thread's vectors."""
+        return self.vectors()
+
+    def vectors(self) -> AbstractContextManager[None]:
+        """The loop over those along the axis where neighbours lie."""
         self.line(UNROLL)
         return self.block("for (int k = 0; k < Row::vectors; ++k)")
+
+    def index_inside(self) -> None:
+        """Those of a vector along other axes than that one."""
 
     def indices(self) -> None:
         """Those of a row along each of the axes that rows are shared out along."""
@@ -165,32 +199,41 @@ class RowsPrinter(CudaNames):
             self.define(name, f"mask_of({text})" if name in self.truth else text)
         if self.ahead:
             self.line("if (number + 1 < last) ask_values(number + 1);")
+        self.row_begins()
         sums, phase = groups(self.launch.body), 0
         loops = [node for node in self.launch.body if isinstance(node, Loop)]
         for node in self.launch.body:
             if isinstance(node, Loop):
                 self.line(f"// {f'phase {phase}, ' if len(loops) > 1 else ''}over {node.axis.name}")
-                self.phase(node, is_first=phase == 0, is_last=phase == len(loops) - 1)
+                self.loop(node, is_first=phase == 0, is_last=phase == len(loops) - 1)
                 phase += 1
                 self.add_up([each.accumulator for each in sums[phase]])
             else:
                 self.leaf(node)
 
+    def row_begins(self) -> None:
+        """What else is read of a row before its loops."""
+
+    def loop(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
+        """One loop over a row."""
+        self.phase(loop, is_first=is_first, is_last=is_last)
+
     def phase(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
-        """One loop over a row, vector by vector."""
+        """One loop over neighbours, vector by vector."""
         names = [n.access.buffer.name for n in loop.body if isinstance(n, Load)]
         stores = [n for n in loop.body if isinstance(n, Store) and self.is_along(n.access)]
-        with self.each_vector():
+        with self.vectors():
             if is_first and self.on_chip:
                 # Where there is one loop alone, each turn of it makes one more group.
-                self.line(f"row.wait<{self.team.stages}>({'0' if is_last else 'k'});")
-            with self.block("if (row.has(k))"):
+                self.line(f"row.wait<{self.team.stages}>({'0' if is_last else self.slot});")
+            with self.block(f"if ({self.has})"):
                 lanes = self.team.lanes
                 for name in names:
                     stage = "0" if name in self.held else "stage"
                     kind = "bool" if name in self.truth else "scalar"
                     self.line(f"{kind} {self.free.value[name]}[{lanes}];")
-                    self.line(f"slots_{name}.read({self.free.value[name]}, {stage}, k);")
+                    values = self.free.value[name]
+                    self.line(f"slots_{name}.read({values}, {stage}, {self.slot});")
                 for store in stores:
                     self.line(f"scalar out_{store.access.buffer.name}[{lanes}];")
                 self.indexed |= set(names)
@@ -205,7 +248,7 @@ class RowsPrinter(CudaNames):
                     self.line(f"Row::write({where}, out_{store.access.buffer.name});")
                 if is_last and self.team.staged:
                     ahead = f"number + {self.team.stages}"
-                    self.line(f"if ({ahead} < last) ask({ahead}, stage, k);")
+                    self.line(f"if ({ahead} < last) ask({ahead}, stage, {self.counted});")
             if is_last and self.on_chip:
                 self.line("device::group();")
 
@@ -256,7 +299,7 @@ class RowsPrinter(CudaNames):
     def accumulate(self, accumulator: Accumulator) -> None:
         name = f"acc_{accumulator.op.name}"
         if self.axis.name in accumulator.axes:
-            name += f"[k * {self.team.lanes} + j]"
+            name += f"[{self.slot} * {self.team.lanes} + j]"
         text = self.as_number(accumulator.operand)
         self.line(f"accumulate<{self.fn(accumulator)}>({name}, {text});")
 
@@ -285,20 +328,25 @@ class RowsPrinter(CudaNames):
             self.line("device::wait<0>();")
         along = [each for each in self.launch.shared if self.axis.name in each.axes]
         if along:
-            with self.each_vector(), self.block("if (row.has(k))"):
+            with self.each_vector(), self.block(f"if ({self.has})"):
                 self.line(f"scalar part[{self.team.lanes}];")
                 for each in along:
                     self.line(UNROLL)
                     lanes, name = self.team.lanes, f"acc_{each.op.name}"
-                    text = f"part[j] = {name}[k * {lanes} + j];"
+                    text = f"part[j] = {name}[{self.slot} * {lanes} + j];"
                     self.line(f"for (int j = 0; j < {lanes}; ++j) {text}")
                     self.line(f"Row::write({self.partial(each)} + row.at(k), part);")
         for each in self.launch.shared:
-            if each in along:
-                continue
-            if self.axis.name in each.op.axes:
-                self.add_up([each])
-            self.line(f"if (row.is_first()) *({self.partial(each)}) = acc_{each.op.name};")
+            if each not in along:
+                self.leave_sum(each)
+
+    def leave_sum(self, accumulator: Accumulator) -> None:
+        """Writes a part of a sum that does not vary along rows."""
+        if not {axis.name for axis in self.launch.inner}.isdisjoint(accumulator.op.axes):
+            self.add_up([accumulator])
+        self.line(
+            f"if (row.is_first()) *({self.partial(accumulator)}) = acc_{accumulator.op.name};"
+        )
 
     def partial(self, accumulator: Accumulator) -> str:
         """Where a team's own part is, or its first element along rows."""

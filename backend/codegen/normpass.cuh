@@ -1,8 +1,9 @@
 // What generated CUDA C++ is written in, beside C++: what normpass.h is to the kernels of CPUs.
 //
-// The threads of a team (program/team.py) have the same elements of every row: `Row` says which.
-// `Slots` are a thread's places on chip for them, and `Exchange` adds up over the team. Division
-// and square roots are rounded to nearest, and the largest of values of which one is NaN is NaN.
+// The threads of a team (program/team.py) have the same elements of every row: `Row` says which,
+// and `Segments` where a row lies along two axes. `Slots` are a thread's places on chip for them,
+// `Exchange` adds up over the team, and `Bands` over the threads that have a segment. Division and
+// square roots are rounded to nearest, and the largest of values of which one is NaN is NaN.
 
 #pragma once
 
@@ -121,23 +122,16 @@ template <> struct Bytes<2> { using type = uint16_t; };
 template <> struct Bytes<1> { using type = uint8_t; };
 template <int BYTES> using Vector = typename Bytes<BYTES>::type;
 
-// What a thread has of a row of so many COLUMNS: VECTORS of LANES neighbours. Those of the threads
-// of a block are neighbours, too.
-template <int COLUMNS, int THREADS, int BLOCKS, int VECTORS, int LANES>
-struct Row {
-  static constexpr int columns = COLUMNS, threads = THREADS, blocks = BLOCKS;
-  static constexpr int vectors = VECTORS, lanes = LANES, elements = VECTORS * LANES;
-  static constexpr int of_block = THREADS * VECTORS * LANES;
-  const int thread = threadIdx.x, block = BLOCKS > 1 ? blockIdx.x % BLOCKS : 0;
+// What a thread has of a row, wherever it lies: VECTORS of LANES neighbours.
+template <int THREADS, int BLOCKS, int VECTORS, int LANES>
+struct Share {
+  static constexpr int threads = THREADS, blocks = BLOCKS, lanes = LANES;
+  static constexpr int elements = VECTORS * LANES, of_block = THREADS * VECTORS * LANES;
+  static constexpr int slots = VECTORS;
+  const int block = BLOCKS > 1 ? blockIdx.x % BLOCKS : 0;
 
-  // The first element of a vector.
-  __device__ int at(int k) const { return block * of_block + (k * THREADS + thread) * LANES; }
-  // Whether there is one: the last vectors may lie beyond a row's end.
-  __device__ bool has(int k) const {
-    return COLUMNS == BLOCKS * of_block || at(k) < COLUMNS;
-  }
   // Whether this thread does what is done once for a row.
-  __device__ bool is_first() const { return thread == 0 && block == 0; }
+  __device__ bool is_first() const { return threadIdx.x == 0 && block == 0; }
 
   // Waits for one vector of everything that is read of a row, where each vector of each of STAGES
   // rows is a group of its own.
@@ -161,6 +155,46 @@ struct Row {
   }
 };
 
+// Of a row of so many COLUMNS. What the threads of a block have are neighbours, too.
+template <int COLUMNS, int THREADS, int BLOCKS, int VECTORS, int LANES>
+struct Row : Share<THREADS, BLOCKS, VECTORS, LANES> {
+  static constexpr int columns = COLUMNS, vectors = VECTORS;
+  static constexpr int of_block = THREADS * VECTORS * LANES;
+
+  // The first element of a vector.
+  __device__ int at(int k) const {
+    return this->block * of_block + (k * THREADS + int(threadIdx.x)) * LANES;
+  }
+  // Whether there is one: the last vectors may lie beyond a row's end.
+  __device__ bool has(int k) const {
+    return COLUMNS == BLOCKS * of_block || at(k) < COLUMNS;
+  }
+};
+
+// Of a row of so many SEGMENTS of COLUMNS. The threads of a block are BANDS; each band has a segment
+// at a time, TURNS of them, and each of its threads VECTORS of a segment.
+template <int SEGMENTS, int COLUMNS, int THREADS, int BLOCKS, int BANDS, int TURNS, int VECTORS,
+          int LANES>
+struct Segments : Share<THREADS, BLOCKS, TURNS * VECTORS, LANES> {
+  static constexpr int turns = TURNS, vectors = VECTORS, of_band = THREADS / BANDS;
+  const int thread = threadIdx.x % of_band, band = threadIdx.x / of_band;
+
+  // The segment of this thread's band in a turn, and whether there is one.
+  __device__ int segment(int turn) const { return (turn * BLOCKS + this->block) * BANDS + band; }
+  __device__ bool has(int turn) const {
+    return SEGMENTS == TURNS * BLOCKS * BANDS || segment(turn) < SEGMENTS;
+  }
+  // The first element of a vector in its segment, and whether there is one.
+  __device__ int at(int k) const { return (k * of_band + thread) * LANES; }
+  __device__ bool has(int turn, int k) const {
+    return has(turn) && (COLUMNS == VECTORS * of_band * LANES || at(k) < COLUMNS);
+  }
+  // A vector's number among all that a thread has of a row.
+  __device__ static constexpr int slot(int turn, int k) { return turn * VECTORS + k; }
+  // Whether this thread does what is done once for a segment.
+  __device__ bool leads(int turn) const { return thread == 0 && has(turn); }
+};
+
 // A thread's places on chip for its elements of a tensor's rows, of which STAGES are there or on
 // their way. No other thread looks there. The pieces that a warp reads at a time are neighbours.
 template <typename Row, typename T, int STAGES>
@@ -172,7 +206,7 @@ struct Slots {
   __device__ explicit Slots(unsigned char* on_chip) : first(on_chip + threadIdx.x * piece) {}
 
   __device__ unsigned char* slot(int stage, int k, int p) const {
-    return first + ((stage * Row::vectors + k) * pieces + p) * Row::threads * piece;
+    return first + ((stage * Row::slots + k) * pieces + p) * Row::threads * piece;
   }
   // Begins to copy a vector. from: where it lies in memory.
   __device__ void ask(const T* from, int stage, int k) const {
@@ -232,6 +266,41 @@ struct Exchange {
     for (int part = 0; part < parts; part += WARP)
       if (part + lane < parts) sum = Op::combine(sum, sums[part + lane]);
     return across<Op>(sum);
+  }
+};
+
+// Over a warp that is a band.
+template <typename... Ops, typename... Values> __device__ void all_of_warp(Values&... values) {
+  ((values = across<Ops>(values)), ...);
+}
+
+// Adds up over each band of a block, of several warps, in the same order every time. All threads of
+// a band get the same bits.
+template <typename scalar, typename Row, int TOGETHER>
+struct Bands {
+  static constexpr int warps = Row::threads / WARP, of_band = Row::of_band / WARP;
+  scalar* const first;
+  int turn = 0;
+  __device__ explicit Bands(unsigned char* on_chip) : first(reinterpret_cast<scalar*>(on_chip)) {}
+
+  template <typename... Ops, typename... Values> __device__ void all(Values&... values) {
+    static_assert(sizeof...(Values) <= TOGETHER, "more sums than there is room for");
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    scalar* const here = first + turn * TOGETHER * warps;
+    turn ^= 1;
+    ((values = across<Ops>(values)), ...);
+    int n = 0;
+    if (lane == 0) ((here[n++ * warps + warp] = values), ...);
+    device::block_barrier();
+    n = 0;
+    ((values = of_warps<Ops>(here + n++ * warps + warp / of_band * of_band)), ...);
+  }
+
+  template <typename Op> __device__ static scalar of_warps(const scalar* sums) {
+    scalar sum = sums[0];
+#pragma unroll
+    for (int warp = 1; warp < of_band; ++warp) sum = Op::combine(sum, sums[warp]);
+    return sum;
   }
 };
 

@@ -22,8 +22,8 @@ LEAST_CAPABILITY = 80
 @lru_cache(maxsize=4096)
 def gpu_machine(region: Region, classes: tuple[SizeClass, ...], capability: int) -> Machine:
     """The machine that a region is planned for: that of CUDA C++ if its teams hold rows which
-    programs of Triton would read again, that of Triton otherwise; or that of the dialect that the
-    region asks for, where there is a form in it.
+    programs of Triton would read again, or take fewer launches, that of Triton otherwise; or that
+    of the dialect that the region asks for, where there is a form in it.
 
     capability: of a GPU of NVIDIA's for which CUDA C++ can be compiled, 90 for 9.0; else 0.
 
@@ -32,13 +32,15 @@ def gpu_machine(region: Region, classes: tuple[SizeClass, ...], capability: int)
     """
     if region.dialect == "triton" or capability < LEAST_CAPABILITY:
         return GPU
-    if region.dialect != "cuda" and not _reads_again(make_plan(region, GPU, classes)):
-        return GPU
     try:
-        make_plan(region, machine := cuda_machine(capability), classes)
+        plan = make_plan(region, machine := cuda_machine(capability), classes)
     except UnsupportedPlanError:
         return GPU
-    return machine
+    if region.dialect == "cuda":
+        return machine
+    in_triton = make_plan(region, GPU, classes)
+    is_better = _reads_again(in_triton) or len(plan.launches) < len(in_triton.launches)
+    return machine if is_better else GPU
 
 
 def _reads_again(plan: Plan) -> bool:

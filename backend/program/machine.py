@@ -158,7 +158,8 @@ LEAST_SHARED_KIB = 99
 
 @cache
 def cuda_machine(capability: int) -> Machine:
-    """The machine that CUDA C++ is planned for. A row that a team holds on chip needs no blocks.
+    """The machine that CUDA C++ is planned for. A row that a team holds on chip needs no blocks;
+    one that it does not hold is not for teams.
 
     capability: of the GPU, 80 for 8.0; from 90 on blocks form clusters.
     """
@@ -166,7 +167,7 @@ def cuda_machine(capability: int) -> Machine:
     # The system has one KiB of each block's.
     clusters = Clusters(8 if capability >= 90 else 1, kib << 10, (kib + 1) << 10)
     most = clusters.blocks * clusters.shared
-    blocking = replace(Blocking(), row_bytes=most, sweep=most, narrow=sys.maxsize)
+    blocking = replace(Blocking(), row_bytes=most, sweep=sys.maxsize, narrow=sys.maxsize)
     workers = GPU.workers // clusters.blocks
     return replace(GPU, workers=workers, blocking=blocking, clusters=clusters)
 

@@ -7,6 +7,9 @@ and the sums of a gradient of the weight stay in its registers while its team go
 While one row is computed the next one is on its way.
 
 A row that one block cannot hold in this way is held by two blocks, four or eight.
+
+Rows along two axes are segments, of which each band of a block's threads takes one at a time: the
+channels of a group, or the images of a batch where a channel is a row.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Team:
     neighbours in memory that a thread reads at a time. vectors: so many times of each row. stages:
     rows that are on chip, or on their way, at once. staged: what is read of every row. together:
     the most sums along a row that are added up over a team at once. beside: bytes of shared memory
-    for other things.
+    for other things. bands: of a block. turns: segments of a row that a band has; of each of them a
+    thread has so many vectors. apart: the most sums along a segment that are added up over a band
+    at once.
     """
 
     threads: int
@@ -50,18 +55,35 @@ class Team:
     staged: tuple[Load, ...] = ()
     together: int = 0
     beside: int = 0
+    bands: int = 1
+    turns: int = 1
+    apart: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """Elements of a row that one thread has."""
+        return self.turns * self.vectors * self.lanes
 
     @property
     def elements(self) -> int:
         """Of a row, that one block has; those beyond its end with them."""
-        return self.threads * self.vectors * self.lanes
+        return self.threads * self.numbers
 
     @property
     def exchange(self) -> int:
         """Bytes of shared memory in which a team adds up: twice, so that nobody waits for others to
         have read before the next sum.
         """
-        size = 2 * self.together * self.blocks * (self.threads // WARP) * self.width
+        return self.room(self.together * self.blocks)
+
+    @property
+    def exchange_of_bands(self) -> int:
+        """The same for bands of several warps."""
+        return self.room(self.apart) if self.threads > self.bands * WARP else 0
+
+    def room(self, sums: int) -> int:
+        """Bytes for a number of each warp for so many sums, twice."""
+        size = 2 * sums * (self.threads // WARP) * self.width
         return -(-size // WIDEST) * WIDEST
 
     def on_chip(self, load: Load) -> int:
@@ -80,7 +102,8 @@ def team_of(launch: Launch) -> Team:
 def shared_bytes(launch: Launch) -> int:
     """Shared memory of a block of a launch's team."""
     team = team_of(launch)
-    return team.beside + team.exchange + sum(map(team.on_chip, (*team.staged, *launch.held)))
+    exchange = team.exchange + team.exchange_of_bands
+    return team.beside + exchange + sum(map(team.on_chip, (*team.staged, *launch.held)))
 
 
 def refused(plan: Plan, expected: str, found: str) -> UnsupportedPlanError:

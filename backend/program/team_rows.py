@@ -72,7 +72,7 @@ class Rows:
         """
         axes = self.launch.inner
         if len(axes) != 1 or axes[0].name != self.plan.vector or not axes[0].extent.is_number:
-            raise refused(self.plan, "rows of a known length", f"loops over {_names(axes)}")
+            raise refused(self.plan, "rows of a known length", f"loops over {names(axes)}")
         for node in self.nodes:
             if complaint := self.complaint(node, axes[0].name):
                 raise refused(self.plan, *complaint)
@@ -133,46 +133,53 @@ class Rows:
         for is_enough, stages, blocks in product((True, False), (STAGES, 1), sizes):
             launch = self.of(blocks, stages, clusters)
             team, shared = team_of(launch), shared_bytes(launch)
-            of_thread = team.vectors * team.lanes * team.width
-            if is_enough and of_thread > clusters.of_thread:
+            if is_enough and team.numbers * team.width > clusters.of_thread:
                 continue
-            if self.sums(team) <= clusters.registers and shared <= clusters.shared:
+            if self.registers(team) <= clusters.registers and shared <= clusters.shared:
                 return launch
-        held = f"{self.sums(team)} registers for sums and {shared} bytes"
+        held = f"{self.registers(team)} registers for sums and {shared} bytes"
         expected = f"rows that {clusters.blocks} blocks hold"
         raise refused(self.plan, expected, f"{held} of a block at least")
 
     def of(self, blocks: int, stages: int, clusters: Clusters) -> Launch:
-        """With a team of so many blocks, of no more threads than it takes: the fewer they are, the
-        less they wait for each other, and the more rows are computed at once.
-        """
+        """With a team of so many blocks."""
         width = self.plan.region.compute_dtype.itemsize
-        most = clusters.of_thread // width  # elements of a thread
-        vectors = -(-int(self.axis.extent) // (self.lanes * blocks))
-        threads = -(-vectors * self.lanes // most)
-        threads = min(clusters.threads, -(-threads // WARP) * WARP)
         held = [load for load in self.rows if set(self.shares).isdisjoint(load.access.strides)]
         staged = tuple(load for load in self.rows if load not in held)
         together = max(int(any(self.over_rows())), *map(len, groups(self.launch.body)))
-        vectors = -(-vectors // threads)
-        team = Team(threads, width, blocks, self.lanes, vectors, stages, staged, together)
+        team = Team(0, width, blocks, self.lanes, 1, stages, staged, together)
+        team = self.shared_out(team, clusters)
         launch = replace(self.launch, team=team, held=tuple(held))
         room = clusters.memory // (shared_bytes(launch) + clusters.system)
-        programs = max(1, min(room, clusters.warps * WARP // threads))
+        programs = max(1, min(room, clusters.warps * WARP // team.threads))
         size = {axis.name: 1 for axis in launch.outer if axis.name not in self.shares}
-        size |= {SHARED: 1, self.axis.name: int(self.axis.extent)}
-        row, warps = frozenset({self.axis.name}), blocks * threads // WARP
+        size |= {SHARED: 1} | {axis.name: int(axis.extent) for axis in launch.inner}
+        row, warps = frozenset(axis.name for axis in launch.inner), blocks * team.threads // WARP
         return replace(launch, blocks=Blocks(self.shares, size, row, 1, warps, programs))
+
+    def shared_out(self, team: Team, clusters: Clusters) -> Team:
+        """A row among no more threads than it takes: the fewer they are, the less they wait for
+        each other, and the more rows are computed at once.
+        """
+        vectors = -(-int(self.axis.extent) // (self.lanes * team.blocks))
+        threads = -(-vectors * self.lanes // self.most(team, clusters))
+        threads = min(clusters.threads, -(-threads // WARP) * WARP)
+        return replace(team, threads=threads, vectors=-(-vectors // threads))
+
+    def most(self, team: Team, clusters: Clusters) -> int:
+        """Elements of a thread, if there are threads enough."""
+        return clusters.of_thread // team.width
 
     def over_rows(self) -> Iterator[bool]:
         """Of each sum over rows, whether it is one along them too."""
+        inner = {axis.name for axis in self.launch.inner}
         for each in self.launch.shared:
-            yield self.axis.name in each.op.axes
+            yield not inner.isdisjoint(each.op.axes)
 
-    def sums(self, team: Team) -> int:
-        """Registers of a thread for the sums that rows are added to."""
+    def registers(self, team: Team) -> int:
+        """Of a thread, for what it keeps from row to row."""
         count = sum(self.axis.name in each.axes for each in self.launch.shared)
-        return count * team.vectors * team.lanes * team.width // 4
+        return count * team.numbers * team.width // 4
 
 
 def _divides(lanes: int, step: sympy.Expr) -> bool:
@@ -181,5 +188,6 @@ def _divides(lanes: int, step: sympy.Expr) -> bool:
     return all(term.is_Integer and term % lanes == 0 for term in terms)
 
 
-def _names(axes: Sequence[LoopAxis]) -> str:
+def names(axes: Sequence[LoopAxis]) -> str:
+    """The axes and their lengths, in words."""
     return ", ".join(f"{axis.name} of {axis.extent}" for axis in axes) or "nothing"

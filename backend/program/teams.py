@@ -9,6 +9,7 @@ import torch
 
 from normpass.backend.program.team import WARP, Team, refused
 from normpass.backend.program.team_rows import Rows
+from normpass.backend.program.team_segments import Segments
 from normpass.backend.program.tree import Blocks, Compute, Keep, Load, Recall, Store, walk
 
 if TYPE_CHECKING:
@@ -34,10 +35,15 @@ def with_teams(plan: Plan, clusters: Clusters) -> Plan:
         for node in (*launch.scalars, *walk(*launch.body)):
             if complaint := _of_any_node(node):
                 raise refused(plan, *complaint)
-        launches.append(
-            Rows(plan, launch).fitting(clusters) if launch.inner else _of_elements(plan, launch)
-        )
+        launches.append(_with_team(plan, launch, clusters))
     return replace(plan, launches=tuple(launches))
+
+
+def _with_team(plan: Plan, launch: Launch, clusters: Clusters) -> Launch:
+    if not launch.inner:
+        return _of_elements(plan, launch)
+    kind = Rows if len(launch.inner) == 1 else Segments
+    return kind(plan, launch).fitting(clusters)
 
 
 def _of_elements(plan: Plan, launch: Launch) -> Launch:

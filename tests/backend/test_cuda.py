@@ -10,16 +10,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import cuda_on_cpu
+import cuda_random
 import pytest
-import random_regions
 import torch
 import triton_cases
 import triton_oracles as mathematics
 import triton_regions as regions
-from bounded import assert_within, evaluate
 from compared import compare
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from snapshots import assert_snapshot
 from triton_cases import Case
 from triton_regions import fill
@@ -31,7 +28,6 @@ from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.team import team_of
 from normpass.backend.run.launch_cuda import CudaKernel
-from normpass.passes.region import product
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
@@ -66,7 +62,7 @@ WRITTEN = {
         for kind in ("f32", "f64", "bf16", "f16", "bf16 with f32 weights", "static")
     ),
     *(f"modulated_backward {kind}" for kind in ("f32", "f64", "bf16")),
-    *("batch_norm_backward f32", "batch_norm_backward f64"),
+    *(f"{norm}_norm_backward {kind}" for norm in ("batch", "group") for kind in ("f32", "f64")),
     *("softmax of NaN", "softmax of Inf", "extremes", "names", "three_levels one column"),
 }
 # Those that are run each time; the others are compiled from the same text but for its types.
@@ -204,46 +200,12 @@ def test_long_rows(name: str, c: str, t: str, blocks: int) -> None:
     compare(Case(f"{name} {c}", text, ((4,),), oracle), kernel, (4,), "cpu", oracle)
 
 
-def random_kernels(count: int) -> list[tuple[random_regions.Case, str]]:
-    """The first so many of a row of random regions that are written over rows, and machines."""
-    found: list[tuple[random_regions.Case, str]] = []
-
-    @settings(
-        max_examples=100 * count,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(random_regions.cases(), st.sampled_from(sorted(MACHINES)))
-    def collect(case: random_regions.Case, machine: str) -> None:
-        if len(found) < count:
-            with suppress(UnsupportedPlanError):
-                plan = make_plan(case.region, MACHINES[machine])
-                if any(launch.inner for launch in plan.launches):
-                    found.append((case, machine))
-
-    collect()
-    return found
-
-
 @pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 12])
 def test_kernels_compute_random_regions(examples: int) -> None:
-    kernels = random_kernels(examples)
+    kernels = cuda_random.random_kernels(examples, MACHINES, lambda launch: launch.inner)
     assert len(kernels) == examples
     for case, machine in kernels:
-        kernel = cuda_on_cpu.kernel_of(case.region, MACHINES[machine])
-        for extents in case.extents:
-            if product(extents.values()) > 20_000:
-                continue  # too many elements for threads that take turns
-            sizes = case.sizes(extents)
-            inputs = random_regions.tensors(case, extents)
-            expected = evaluate(case.region, inputs, sizes)
-            for output, ours, want in zip(
-                case.region.outputs, kernel(inputs, sizes), expected, strict=True
-            ):
-                what = f"{output.buffer.name}, sizes {extents}, {machine}\n{case.region}\n"
-                assert_within(ours, want, what)
+        cuda_random.check(case, MACHINES[machine], machine)
 
 
 # ---- tensors
@@ -309,6 +271,7 @@ def test_where_it_cannot_be_built_triton_takes_over(caplog: pytest.LogCaptureFix
 BROKEN = """
 import sys
 import cuda_on_cpu
+import cuda_random
 import torch
 from normpass.backend.codegen.cuda import CudaSource
 from normpass.backend.program.machine import cuda_machine

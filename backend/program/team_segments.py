@@ -1,0 +1,191 @@
+"""Teams whose rows lie along two axes, in CUDA C++: a row is several segments.
+
+What is the same for a whole segment (a weight of group norm, the sums of a channel) a band of
+threads has in registers, an element for each of its turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from normpass.backend.program.team import WARP, groups, refused
+from normpass.backend.program.team_rows import Rows, names
+from normpass.backend.program.tree import (
+    Accumulate,
+    Accumulator,
+    Begin,
+    Finish,
+    Keep,
+    Load,
+    Loop,
+    Recall,
+    rewritten,
+    uses,
+    walk,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from normpass.backend.program.machine import Clusters
+    from normpass.backend.program.team import Team
+    from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
+
+# Elements of a thread: a kernel's text goes through them one after another.
+MOST = 256
+
+
+class Segments(Rows):
+    """A launch over rows along two axes: loops along the outer one, and in them along the inner
+    one, on which neighbours in memory lie. The lengths of both are known.
+    """
+
+    def __init__(self, plan: Plan, launch: Launch) -> None:
+        self.segments = launch.inner[0]
+        super().__init__(plan, replace(launch, body=merged(launch.body)))
+
+    def checked(self) -> LoopAxis:
+        axes = self.launch.inner
+        if (
+            len(axes) != 2
+            or axes[1].name != self.plan.vector
+            or not all(axis.extent.is_number for axis in axes)
+        ):
+            raise refused(self.plan, "rows of a known length", f"loops over {names(axes)}")
+        for node in self.launch.body:
+            inside = node.body if isinstance(node, Loop) else ()
+            is_nest = not isinstance(node, Loop) or node.axis == axes[0]
+            if not is_nest or any(isinstance(n, Loop) and n.axis != axes[1] for n in inside):
+                raise refused(self.plan, f"loops over {axes[1].name} in others", str(node))
+        for node in self.nodes:
+            if complaint := self.complaint(node, axes[1].name):
+                raise refused(self.plan, *complaint)
+        return axes[1]
+
+    def complaint(self, node: Node, axis: str) -> tuple[str, str] | None:
+        segments = self.segments.name
+        match node:
+            case Accumulate(accumulator) if not accumulator.shared:
+                along = set(accumulator.op.axes) <= {axis, segments}
+                if accumulator.axes or not along:
+                    return f"sums along {segments} and {axis}", str(accumulator.op)
+                return None
+            case Accumulate(accumulator) if segments in accumulator.axes:
+                if axis in accumulator.op.axes:
+                    return "sums of whole segments", str(accumulator.op)
+                node = Accumulate(_without(accumulator, segments))
+            case Keep(_, axes, shared) | Recall(_, axes, shared) if axes == (segments,):
+                return ("no array for all", str(node)) if shared else None
+        return super().complaint(node, axis)
+
+    def shared_out(self, team: Team, clusters: Clusters) -> Team:
+        """A row among bands, so that each thread has few enough elements, and no more places for
+        them than there are elements, and then among no more threads than it takes.
+        """
+        inside = (node.body for node in self.launch.body if isinstance(node, Loop))
+        apart = max((len(group) for body in inside for group in groups(body)), default=0)
+        team = replace(team, apart=apart)
+        segments = -(-int(self.segments.extent) // team.blocks)
+        vectors = -(-int(self.axis.extent) // self.lanes)
+        most = max(WARP, clusters.threads)
+
+        def of(bands: int, warps: int) -> Team:
+            of_turn = -(-vectors // (warps * WARP))
+            turns, threads = -(-segments // bands), bands * warps * WARP
+            return replace(team, threads=threads, vectors=of_turn, bands=bands, turns=turns)
+
+        def price(team: Team) -> tuple[int, int, int, int]:
+            return (
+                max(team.numbers, self.most(team, clusters)),
+                team.elements,
+                team.threads,
+                -team.bands,
+            )
+
+        found = (
+            of(bands, warps)
+            for bands in range(1, min(segments, most // WARP) + 1)
+            for warps in range(1, most // (WARP * bands) + 1)
+        )
+        return min(found, key=price)
+
+    def fitting(self, clusters: Clusters) -> Launch:
+        launch = super().fitting(clusters)
+        if launch.team and launch.team.numbers > MOST:
+            expected, found = f"{MOST} elements of a thread", f"{launch.team.numbers}"
+            raise refused(self.plan, expected, found)
+        return launch
+
+    def registers(self, team: Team) -> int:
+        """Those of a row's segments with them."""
+        kept = {n.value for n in self.nodes if isinstance(n, Keep) and not n.shared}
+        kept |= {load.access.buffer.name for load in of_segments(self.launch)}
+        of_turn = sum(self.segments.name in each.axes for each in self.launch.shared)
+        of_turn += len(kept)
+        return super().registers(team) + of_turn * team.turns * team.width // 4
+
+
+def of_segments(launch: Launch) -> Iterator[Load]:
+    """What is read of each segment once."""
+    found = {
+        node.access.buffer.name: node
+        for loop in launch.body
+        if isinstance(loop, Loop)
+        for node in loop.body
+        if isinstance(node, Load)
+    }
+    yield from found.values()
+
+
+def _without(accumulator: Accumulator, axis: str) -> Accumulator:
+    axes = tuple(each for each in accumulator.axes if each != axis)
+    return replace(accumulator, axes=axes)
+
+
+def merged(body: tuple[Node, ...]) -> tuple[Node, ...]:
+    """A launch's body, in which sums of segments that are added up along a row and needed for
+    nothing else are one sum along both axes: threads add to it what they have of all segments.
+    """
+    for loop in body:
+        if isinstance(loop, Loop):
+            for node in loop.body:
+                if isinstance(node, Finish) and (above := _only_use(node, loop, body)):
+                    return merged(_joined(body, node.accumulator, above))
+    return body
+
+
+def _only_use(node: Finish, loop: Loop, body: tuple[Node, ...]) -> Accumulator | None:
+    """The sum along rows that a segment's is added to, where that is all that needs it."""
+    name = node.accumulator.op.name
+    users = [each for each in walk(*body) if name in uses(each)]
+    match users:
+        case [Accumulate(above) as user] if not above.shared and user in loop.body:
+            return above if above.op.fn == node.accumulator.op.fn else None
+    return None
+
+
+def _joined(body: tuple[Node, ...], inner: Accumulator, outer: Accumulator) -> tuple[Node, ...]:
+    """With one sum instead of two."""
+    axes = (*outer.op.axes, *inner.op.axes)
+    both = replace(outer, op=replace(outer.op, args=inner.op.args, axes=axes))
+
+    def kept(node: Node) -> bool:
+        match node:
+            case Begin(each) | Finish(each):
+                return each != inner
+            case Accumulate(each):
+                return each != outer
+        return True
+
+    def changed(node: Node) -> Node:
+        match node:
+            case Accumulate(each) if each == inner:
+                return Accumulate(both)
+            case Begin(each) | Finish(each) if each == outer:
+                return replace(node, accumulator=both)
+            case Loop():
+                return replace(node, body=tuple(filter(kept, node.body)))
+        return node
+
+    return rewritten(tuple(filter(kept, body)), changed)
