@@ -32,6 +32,7 @@ EXTENTS: dict[int, list[tuple[int, ...]]] = {
 }
 GROUPED = [(2, 3, 2, 5), (9, 4, 3, 7), (1, 2, 9, 40), (3, 17, 2, 3)]
 SEGMENTED = [(5, 2, 3, 32), (40, 1, 5, 36), (3, 11, 2, 68), (33, 2, 9, 4), (2, 3, 4, 260)]
+COLUMNED = [(3, 33, 32), (1, 5, 64), (2, 64, 16), (1, 130, 48), (2, 7, 8)]
 DTYPES = [
     *[torch.float32] * 3,
     *(torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.int64),
@@ -252,6 +253,27 @@ class _Segmented(_Builder):
         return [axis for axis in axes if axis in inside]
 
 
+class _Columned(_Builder):
+    """Columns c, of rows q whose number is known: sums are over rows alone."""
+
+    def draw_extents(self) -> tuple[int, ...]:
+        return self.draw(st.sampled_from(COLUMNED))
+
+    def axis(self, name: str, extent: int) -> Axis:
+        return super().axis(name, extent) if name == "r" else Axis(name, extent)
+
+    def layout(self, names: Sequence[str], *, output: bool) -> tuple[tuple[str, ...], ...]:
+        return tuple((axis,) for axis in AXES if axis in names)
+
+    def strides(
+        self, dims: tuple[tuple[str, ...], ...], *, output: bool
+    ) -> tuple[Stride, ...] | None:
+        return None
+
+    def reduced(self, inside: Sequence[str]) -> list[str]:
+        return [axis for axis in inside if axis == "q"]
+
+
 class _Chained(_Builder):
     """With a variance or a sum of exponentials in the middle: reductions that need another."""
 
@@ -317,6 +339,10 @@ def grouped_cases() -> st.SearchStrategy[Case]:
 
 def segmented_cases() -> st.SearchStrategy[Case]:
     return cases(_Segmented)
+
+
+def columned_cases() -> st.SearchStrategy[Case]:
+    return cases(_Columned)
 
 
 def chained_cases() -> st.SearchStrategy[Case]:

@@ -4,7 +4,8 @@ The text is written for people: names from the region, one comment a phase, norm
 would only repeat. The pointwise operations are those of the C++ for CPUs, on one number at a time.
 
 This file prints the module; cuda_rows.py prints launches over rows, cuda_segments.py those over
-rows along two axes, cuda_elements.py those that combine what programs leave.
+rows along two axes, cuda_columns.py those down columns, cuda_elements.py those that combine what
+programs leave.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from normpass.backend.codegen.cuda_columns import ColumnsPrinter
 from normpass.backend.codegen.cuda_elements import ElementsPrinter
 from normpass.backend.codegen.cuda_rows import RowsPrinter
 from normpass.backend.codegen.cuda_segments import SegmentsPrinter
+from normpass.backend.program.team import team_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,8 +44,8 @@ def generate(plan: Plan, others: Mapping[int, Launch] = AS_PLANNED) -> CudaSourc
     """
     printers: list[CudaNames] = []
     for number, launch in enumerate(plan.launches):
-        kind = (ElementsPrinter, RowsPrinter, SegmentsPrinter)[len(launch.inner)]
-        printers.append(kind(plan, others.get(number, launch), number))
+        launch = others.get(number, launch)
+        printers.append(printer_of(launch)(plan, launch, number))
     double = printers[0].double if printers else False
     lines = [f"// {line}" for line in str(plan.region).splitlines()]
     lines += [
@@ -53,3 +56,10 @@ def generate(plan: Plan, others: Mapping[int, Launch] = AS_PLANNED) -> CudaSourc
     for printer in printers:
         lines += ["", *printer.source()]
     return CudaSource("\n".join(lines) + "\n", tuple(printer.kernel for printer in printers))
+
+
+def printer_of(launch: Launch) -> type[CudaNames]:
+    """What prints a launch."""
+    if team_of(launch).across:
+        return ColumnsPrinter
+    return (ElementsPrinter, RowsPrinter, SegmentsPrinter)[len(launch.inner)]

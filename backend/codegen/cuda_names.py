@@ -31,7 +31,8 @@ WORDS = (
     "template this throw true try typedef typename union unsigned using virtual void volatile "
     "while xor Row Slots Exchange Sum Prod Amax Amin chip exchange row rows program share shares "
     "first last number stage element there part sum ask ask_values i j k p get put combine "
-    "accumulate mask_of std device blockIdx threadIdx Segments Bands bands turn all_of_warp"
+    "accumulate mask_of std device blockIdx threadIdx Segments Bands bands turn all_of_warp "
+    "Columns Down down"
 )
 EXPRESSIONS = " ".join(row.cpp for row in POINTWISE.values())
 RESERVED = frozenset((*WORDS.split(), *re.findall(r"[A-Za-z_]\w*", EXPRESSIONS)))

@@ -158,9 +158,13 @@ class RowsPrinter(CudaNames):
     def ask(self, access: Access, stage: str) -> None:
         """Begins to copy a vector of a tensor's row."""
         name = access.buffer.name
-        where = f"{self.address(access, [self.axis.name])} + row.at(k)"
+        where = self.vector_at(access)
         guard = "" if stage == "stage" else f"if ({self.has}) "
         self.line(f"{guard}slots_{name}.ask({where}, {stage}, {self.slot});")
+
+    def vector_at(self, access: Access) -> str:
+        """The address of a vector's first element."""
+        return f"{self.address(access, [self.axis.name])} + row.at(k)"
 
     @property
     def counted(self) -> str:
@@ -176,9 +180,9 @@ class RowsPrinter(CudaNames):
         """The loops over all of a thread's vectors."""
         return self.vectors()
 
-    def vectors(self) -> AbstractContextManager[None]:
+    def vectors(self, unroll: str = UNROLL) -> AbstractContextManager[None]:
         """The loop over those along the axis where neighbours lie."""
-        self.line(UNROLL)
+        self.line(unroll)
         return self.block("for (int k = 0; k < Row::vectors; ++k)")
 
     def index_inside(self) -> None:
@@ -220,37 +224,51 @@ class RowsPrinter(CudaNames):
 
     def phase(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
         """One loop over neighbours, vector by vector."""
-        names = [n.access.buffer.name for n in loop.body if isinstance(n, Load)]
-        stores = [n for n in loop.body if isinstance(n, Store) and self.is_along(n.access)]
-        with self.vectors():
+        on_chip = {load.access.buffer.name for load in self.on_chip}
+        loads = [node for node in loop.body if isinstance(node, Load)]
+        names = {load.access.buffer.name for load in loads} & on_chip
+        stores = [node for node in loop.body if isinstance(node, Store)]
+        lanes = self.team.lanes
+        # Where it is waited for vectors one by one their numbers have to be known.
+        with self.vectors(UNROLL if is_first else self.unroll(loop)):
             if is_first and self.on_chip:
                 # Where there is one loop alone, each turn of it makes one more group.
                 self.line(f"row.wait<{self.team.stages}>({'0' if is_last else self.slot});")
             with self.block(f"if ({self.has})"):
-                lanes = self.team.lanes
-                for name in names:
-                    stage = "0" if name in self.held else "stage"
-                    kind = "bool" if name in self.truth else "scalar"
-                    self.line(f"{kind} {self.free.value[name]}[{lanes}];")
-                    values = self.free.value[name]
-                    self.line(f"slots_{name}.read({values}, {stage}, {self.slot});")
+                for load in loads:
+                    if load.access.buffer.name in on_chip:
+                        self.read_vector(load.access)
+                    else:
+                        self.leaf(load)
                 for store in stores:
                     self.line(f"scalar out_{store.access.buffer.name}[{lanes}];")
-                self.indexed |= set(names)
+                self.indexed |= names
                 self.line(UNROLL)
                 with self.block(f"for (int j = 0; j < {lanes}; ++j)"):
                     for node in loop.body:
                         if not isinstance(node, Load):
                             self.in_lanes(node)
-                self.indexed -= set(names)
+                self.indexed -= names
                 for store in stores:
-                    where = f"{self.address(store.access, [self.axis.name])} + row.at(k)"
+                    where = self.vector_at(store.access)
                     self.line(f"Row::write({where}, out_{store.access.buffer.name});")
                 if is_last and self.team.staged:
                     ahead = f"number + {self.team.stages}"
                     self.line(f"if ({ahead} < last) ask({ahead}, stage, {self.counted});")
             if is_last and self.on_chip:
                 self.line("device::group();")
+
+    def unroll(self, loop: Loop) -> str:
+        """How a loop over vectors is unrolled that waits for nothing."""
+        return UNROLL
+
+    def read_vector(self, access: Access) -> None:
+        """What has come of a tensor."""
+        name = access.buffer.name
+        stage = "0" if name in self.held else "stage"
+        kind, values = "bool" if name in self.truth else "scalar", self.free.value[name]
+        self.line(f"{kind} {values}[{self.team.lanes}];")
+        self.line(f"slots_{name}.read({values}, {stage}, {self.slot});")
 
     def in_lanes(self, node: Node) -> None:
         """A leaf of a loop over a row, of one element."""

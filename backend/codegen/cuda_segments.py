@@ -23,11 +23,12 @@ from normpass.backend.program.tree import (
     Loop,
     Recall,
     Store,
+    definition,
     walk,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from normpass.backend.program.tree import Accumulator, Launch, Node, Plan
 
@@ -43,11 +44,13 @@ class SegmentsPrinter(RowsPrinter):
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan, launch, number)
         self.segments = launch.inner[0]
+        loops = [node for node in launch.body if isinstance(node, Loop)]
+        self.inside = [node for loop in loops for node in loop.body if isinstance(node, Loop)]
         shares = set(launch.blocks.shares)
-        read = [*of_segments(launch)]
+        read = of_segments(launch)
         # What is the same for all rows of a team is read before them.
-        self.once = [load for load in read if shares.isdisjoint(load.access.strides)]
-        self.for_each = [load for load in read if load not in self.once]
+        self.once = [node for node in read if shares.isdisjoint(self.axes_of(node))]
+        self.for_each = [node for node in read if node not in self.once]
 
     def row(self) -> str:
         team = self.team
@@ -81,17 +84,25 @@ class SegmentsPrinter(RowsPrinter):
         super().asking()
         self.read(self.once)
 
-    def read(self, loads: Sequence[Load]) -> None:
+    @staticmethod
+    def axes_of(node: Load | Recall) -> Iterable[str]:
+        return node.access.strides if isinstance(node, Load) else node.axes
+
+    def read(self, nodes: Sequence[Load | Recall]) -> None:
         """Begins to read what there is of each segment, long before it is needed."""
-        if not loads:
+        if not nodes:
             return
-        for load in loads:
-            self.line(f"scalar {self.of_turns(load.access.buffer.name)}[Row::turns] = {{}};")
+        for node in nodes:
+            self.line(f"scalar {self.of_turns(str(definition(node)))}[Row::turns] = {{}};")
         with self.turns():
-            for load in loads:
-                to = f"{self.of_turns(load.access.buffer.name)}[turn]"
-                value = f"get<scalar>({self.address(load.access)})"
-                self.line(f"if ({SEGMENT_HAS}) {to} = {value};")
+            for node in nodes:
+                match node:
+                    case Load(access):
+                        address = self.address(access)
+                    case Recall(value, _, _):
+                        address = self.kept(value)
+                to = f"{self.of_turns(str(definition(node)))}[turn]"
+                self.line(f"if ({SEGMENT_HAS}) {to} = get<scalar>({address});")
 
     def of_turns(self, value: str) -> str:
         """A value of a band's segments."""
@@ -108,19 +119,19 @@ class SegmentsPrinter(RowsPrinter):
         kept = {
             node.value: None
             for node in walk(*self.launch.body)
-            if isinstance(node, Keep) and self.segments.name in node.axes
+            if isinstance(node, Keep) and not node.shared
         }
         for value in kept:
             self.line(f"scalar {self.of_turns(value)}[Row::turns];")
 
     def loop(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
         sums, number = groups(loop.body), 0
-        inner = [node for node in loop.body if isinstance(node, Loop)]
         with self.turns():
             for node in loop.body:
                 if isinstance(node, Loop):
-                    first, last = node is inner[0], node is inner[-1]
-                    self.phase(node, is_first=is_first and first, is_last=is_last and last)
+                    # The loops over segments before the first one may need nothing of a row.
+                    is_first, is_last = node is self.inside[0], node is self.inside[-1]
+                    self.phase(node, is_first=is_first, is_last=is_last)
                     number += 1
                     self.add_up_segments([each.accumulator for each in sums[number]])
                 else:
@@ -141,8 +152,10 @@ class SegmentsPrinter(RowsPrinter):
                 self.from_turns(access.buffer.name)
             case Recall(value, axes, _) if self.segments.name in axes:
                 self.from_turns(value)
-            case Keep(value, axes, _) if self.segments.name in axes:
-                self.line(f"{self.of_turns(value)}[turn] = {self.as_number(value)};")
+            case Keep(value, _, shared):
+                to = f"*({self.kept(value)})" if shared else f"{self.of_turns(value)}[turn]"
+                guard = "if (row.leads(turn)) " if shared else ""
+                self.line(f"{guard}{to} = {self.as_number(value)};")
             case Accumulate(accumulator):
                 self.add_segment(accumulator)
             case Store(output, access):

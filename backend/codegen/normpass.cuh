@@ -2,8 +2,9 @@
 //
 // The threads of a team (program/team.py) have the same elements of every row: `Row` says which,
 // and `Segments` where a row lies along two axes. `Slots` are a thread's places on chip for them,
-// `Exchange` adds up over the team, and `Bands` over the threads that have a segment. Division and
-// square roots are rounded to nearest, and the largest of values of which one is NaN is NaN.
+// `Exchange` adds up over the team, and `Bands` over the threads that have a segment. A team that has
+// `Columns` adds them up by `Down`. Division and square roots are rounded to nearest, and the largest
+// of values of which one is NaN is NaN.
 
 #pragma once
 
@@ -195,6 +196,24 @@ struct Segments : Share<THREADS, BLOCKS, TURNS * VECTORS, LANES> {
   __device__ bool leads(int turn) const { return thread == 0 && has(turn); }
 };
 
+// Of ACROSS times LANES columns of so many ROWS. The threads side by side have neighbours, and those
+// after them the next rows.
+template <int ROWS, int THREADS, int BLOCKS, int ACROSS, int VECTORS, int LANES>
+struct Columns : Share<THREADS, BLOCKS, VECTORS, LANES> {
+  static constexpr int vectors = VECTORS, across = ACROSS, columns = ACROSS * LANES;
+  static constexpr int at_once = THREADS / ACROSS;
+
+  // The first of a thread's columns.
+  __device__ int column() const { return int(threadIdx.x) % ACROSS * LANES; }
+  // The row of a vector, and whether there is one.
+  __device__ int at(int k) const {
+    return (k * BLOCKS + this->block) * at_once + int(threadIdx.x) / ACROSS;
+  }
+  __device__ bool has(int k) const { return ROWS == VECTORS * BLOCKS * at_once || at(k) < ROWS; }
+  // Whether this thread does what is done once for its columns.
+  __device__ bool leads() const { return this->block == 0 && threadIdx.x < ACROSS; }
+};
+
 // A thread's places on chip for its elements of a tensor's rows, of which STAGES are there or on
 // their way. No other thread looks there. The pieces that a warp reads at a time are neighbours.
 template <typename Row, typename T, int STAGES>
@@ -301,6 +320,70 @@ struct Bands {
 #pragma unroll
     for (int warp = 1; warp < of_band; ++warp) sum = Op::combine(sum, sums[warp]);
     return sum;
+  }
+};
+
+// Adds up columns over a team, in the same order every time. All threads that have a column get the
+// same bits. Each warp leaves its sums to its block, and each block its own to every other one.
+template <typename scalar, typename Row, int TOGETHER>
+struct Down {
+  static constexpr int warps = Row::threads / WARP, columns = Row::columns;
+  scalar* const of_warps;
+  scalar* const of_blocks;
+  int turn = 0;
+  __device__ explicit Down(unsigned char* on_chip)
+      : of_warps(reinterpret_cast<scalar*>(on_chip)), of_blocks(of_warps + TOGETHER * warps * columns) {}
+
+  template <typename... Ops, typename... Values> __device__ void all(Values&... values) {
+    static_assert(sizeof...(Values) <= TOGETHER, "more sums than there is room for");
+    scalar* const here = of_blocks + turn * TOGETHER * Row::blocks * columns;
+    turn ^= 1;
+    int n = 0;
+    (leave<Ops>(values, of_warps + n++ * warps * columns), ...);
+    device::block_barrier();
+    n = 0;
+    ((share<Ops>(of_warps + n * warps * columns, here + n * Row::blocks * columns), ++n), ...);
+    if constexpr (Row::blocks > 1) device::cluster_barrier();
+    else device::block_barrier();
+    n = 0;
+    (take<Ops>(values, here + n++ * Row::blocks * columns), ...);
+  }
+
+  // A warp's sums of its threads' columns.
+  template <typename Op> __device__ static void leave(scalar (&values)[Row::lanes], scalar* sums) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int j = 0; j < Row::lanes; ++j) {
+#pragma unroll
+      for (int bit = WARP / 2; bit >= Row::across; bit /= 2)
+        values[j] = Op::combine(values[j], device::of_partner(values[j], bit));
+      if (lane < Row::across) sums[warp * columns + lane * Row::lanes + j] = values[j];
+    }
+  }
+
+  // A block's sums, to all blocks.
+  template <typename Op> __device__ static void share(const scalar* sums, scalar* to) {
+    for (int column = threadIdx.x; column < columns; column += Row::threads) {
+      scalar sum = sums[column];
+      for (int warp = 1; warp < warps; ++warp) sum = Op::combine(sum, sums[warp * columns + column]);
+      if constexpr (Row::blocks > 1) {
+        const int mine = blockIdx.x % Row::blocks * columns + column;
+        for (int block = 0; block < Row::blocks; ++block) device::put_in_block(to + mine, block, sum);
+      } else {
+        to[column] = sum;
+      }
+    }
+  }
+
+  template <typename Op> __device__ static void take(scalar (&values)[Row::lanes], const scalar* sums) {
+    const int first = int(threadIdx.x) % Row::across * Row::lanes;
+#pragma unroll
+    for (int j = 0; j < Row::lanes; ++j) {
+      values[j] = sums[first + j];
+#pragma unroll
+      for (int block = 1; block < Row::blocks; ++block)
+        values[j] = Op::combine(values[j], sums[block * columns + first + j]);
+    }
   }
 };
 

@@ -191,6 +191,8 @@ def choose_order(
     inner = sorted((a for a in axes if a.name in local), key=stride, reverse=True)
     inner.sort(key=lambda axis: not axis.outermost)
     pieces = product(a.hint for a in outer if a.name != vector)
+    if machine.columns and inner and vector not in local:
+        return (*outer, *inner)
     only_lanes = [a.name for a in outer] == [vector]
     if inner and only_lanes and machine.blocking and outer[0].hint > machine.blocking.narrow:
         return (*inner, *outer)  # a row at a time

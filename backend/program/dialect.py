@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -32,15 +33,15 @@ def gpu_machine(region: Region, classes: tuple[SizeClass, ...], capability: int)
     """
     if region.dialect == "triton" or capability < LEAST_CAPABILITY:
         return GPU
-    try:
-        plan = make_plan(region, machine := cuda_machine(capability), classes)
-    except UnsupportedPlanError:
-        return GPU
-    if region.dialect == "cuda":
-        return machine
-    in_triton = make_plan(region, GPU, classes)
-    is_better = _reads_again(in_triton) or len(plan.launches) < len(in_triton.launches)
-    return machine if is_better else GPU
+    for columns in (True, False):
+        with suppress(UnsupportedPlanError):
+            plan = make_plan(region, machine := cuda_machine(capability, columns=columns), classes)
+            if region.dialect == "cuda":
+                return machine
+            in_triton = make_plan(region, GPU, classes)
+            is_better = _reads_again(in_triton) or len(plan.launches) < len(in_triton.launches)
+            return machine if is_better else GPU
+    return GPU
 
 
 def _reads_again(plan: Plan) -> bool:

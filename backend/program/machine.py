@@ -112,6 +112,7 @@ class Machine:
     has_vectors: whether loops go a vector of a register's lanes at a time. whole_lines: whether a
     vector of float32 is a line of memory. blocking: of axes that loops go through twice. tiling: of
     programs that work on blocks. clusters: of those whose threads are told apart, in CUDA C++.
+    columns: whether workers divide the lanes where nothing else is parallel, and go down the rows.
     """
 
     workers: int
@@ -123,6 +124,7 @@ class Machine:
     blocking: Blocking | None = None
     tiling: Tiling | None = None
     clusters: Clusters | None = None
+    columns: bool = False
 
 
 CPU = Machine(
@@ -157,11 +159,11 @@ LEAST_SHARED_KIB = 99
 
 
 @cache
-def cuda_machine(capability: int) -> Machine:
+def cuda_machine(capability: int, *, columns: bool = False) -> Machine:
     """The machine that CUDA C++ is planned for. A row that a team holds on chip needs no blocks;
     one that it does not hold is not for teams.
 
-    capability: of the GPU, 80 for 8.0; from 90 on blocks form clusters.
+    capability: of the GPU, 80 for 8.0; from 90 on blocks form clusters. columns: see `Machine`.
     """
     kib = SHARED_KIB.get(capability, LEAST_SHARED_KIB)
     # The system has one KiB of each block's.
@@ -169,7 +171,7 @@ def cuda_machine(capability: int) -> Machine:
     most = clusters.blocks * clusters.shared
     blocking = replace(Blocking(), row_bytes=most, sweep=sys.maxsize, narrow=sys.maxsize)
     workers = GPU.workers // clusters.blocks
-    return replace(GPU, workers=workers, blocking=blocking, clusters=clusters)
+    return replace(GPU, workers=workers, blocking=blocking, clusters=clusters, columns=columns)
 
 
 @cache

@@ -43,7 +43,7 @@ class Team:
     the most sums along a row that are added up over a team at once. beside: bytes of shared memory
     for other things. bands: of a block. turns: segments of a row that a band has; of each of them a
     thread has so many vectors. apart: the most sums along a segment that are added up over a band
-    at once.
+    at once. across: threads side by side, where a team has columns.
     """
 
     threads: int
@@ -58,6 +58,7 @@ class Team:
     bands: int = 1
     turns: int = 1
     apart: int = 0
+    across: int = 0
 
     @property
     def numbers(self) -> int:
@@ -72,8 +73,12 @@ class Team:
     @property
     def exchange(self) -> int:
         """Bytes of shared memory in which a team adds up: twice, so that nobody waits for others to
-        have read before the next sum.
+        have read before the next sum. Where it has columns: for each of them a number of each warp,
+        and twice one of each block.
         """
+        if self.across:
+            numbers = self.threads // WARP + 2 * self.blocks
+            return self.together * numbers * self.across * self.lanes * self.width
         return self.room(self.together * self.blocks)
 
     @property
@@ -120,7 +125,11 @@ def roomier(launch: Launch) -> Launch | None:
     team, blocks = team_of(launch), launch.blocks
     sizes = [int(load.access.buffer.dtype.itemsize) for load in (*team.staged, *launch.held)]
     bytes = team.lanes * min(sizes, default=NARROWEST) // 2  # of the narrowest, if it is halved
-    narrower = replace(team, lanes=team.lanes // 2, vectors=team.vectors * 2)
+    narrower = replace(
+        team, lanes=team.lanes // 2, vectors=team.vectors * 2, across=team.across * 2
+    )
+    if narrower.across > WARP:
+        return None
     if team.lanes > 1 and bytes >= WIDEST // 2:
         return replace(launch, team=narrower)
     if blocks.programs > 1:

@@ -33,10 +33,10 @@ from normpass.backend.program.tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from normpass.backend.program.machine import Clusters
-    from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
+    from normpass.backend.program.tree import Access, Launch, LoopAxis, Node, Plan
 
 STAGES = 2
 
@@ -56,13 +56,8 @@ class Rows:
         )
         if not self.shares:
             raise refused(plan, "sums over rows", "none that all rows are added to")
-        found = {
-            node.access.buffer.name: node
-            for node in self.nodes
-            if isinstance(node, Load) and self.axis.name in node.access.strides
-        }
-        self.rows = [*found.values()]  # what is read along rows, once each
-        self.lanes = self.lanes_of(self.rows)
+        self.rows = loads_along(self.nodes, self.axis.name)
+        self.lanes = lanes_of(plan, self.nodes, self.rows, self.axis)
 
     def checked(self) -> LoopAxis:
         """The axis of the rows.
@@ -82,9 +77,7 @@ class Rows:
         """What was expected of a node instead of what it is; None if it can be printed."""
         match node:
             case Load(access) | Store(_, access):
-                step = access.strides.get(axis, 1)
-                found = f"{access.buffer.name} {step} apart"
-                return None if step == 1 else (f"{axis} next to each other", found)
+                return not_next_to_each_other(access, axis)
             case Accumulate(accumulator) if not accumulator.shared:
                 if accumulator.axes or set(accumulator.op.axes) != {axis}:
                     return f"sums along {axis}", str(accumulator.op)
@@ -101,26 +94,6 @@ class Rows:
         """The outer axes that not all sums run over."""
         reduced = [set(each.op.axes) for each in self.launch.shared]
         return {a.name for a in self.launch.outer if not all(a.name in r for r in reduced)}
-
-    def lanes_of(self, rows: Sequence[Load]) -> int:
-        """As many as the narrowest type has in what is read at a time, if all rows begin where a
-        vector does.
-        """
-        stores = [n.access for n in self.nodes if isinstance(n, Store)]
-        along = [a for a in stores if self.axis.name in a.strides]
-        accesses = [*(load.access for load in rows), *along]
-        floats = [a.buffer.dtype.itemsize for a in accesses if a.buffer.dtype is not torch.bool]
-        self.narrowest = int(min(floats, default=WIDEST))
-        lanes = WIDEST // self.narrowest
-        steps = [a.strides[s] for a in accesses for s in a.strides if s != self.axis.name]
-        while lanes > 1 and not all(_divides(lanes, n) for n in (self.axis.extent, *steps)):
-            lanes //= 2
-        least = min((load.access.buffer.dtype.itemsize for load in rows), default=NARROWEST)
-        if lanes * least < NARROWEST:
-            raise refused(
-                self.plan, f"rows that begin at multiples of {NARROWEST} bytes", f"{least}"
-            )
-        return lanes
 
     def fitting(self, clusters: Clusters) -> Launch:
         """The launch with the smallest team that has room for rows ahead, or for one row, with
@@ -180,6 +153,45 @@ class Rows:
         """Of a thread, for what it keeps from row to row."""
         count = sum(self.axis.name in each.axes for each in self.launch.shared)
         return count * team.numbers * team.width // 4
+
+
+def loads_along(nodes: Iterable[Node], axis: str) -> list[Load]:
+    """What is read along an axis, once each."""
+    found = {
+        node.access.buffer.name: node
+        for node in nodes
+        if isinstance(node, Load) and axis in node.access.strides
+    }
+    return [*found.values()]
+
+
+def not_next_to_each_other(access: Access, axis: str) -> tuple[str, str] | None:
+    """The complaint about elements that lie apart; None if they do not, or do not vary."""
+    step = access.strides.get(axis, 1)
+    found = f"{access.buffer.name} {step} apart"
+    return None if step == 1 else (f"{axis} next to each other", found)
+
+
+def lanes_of(plan: Plan, nodes: Iterable[Node], rows: Sequence[Load], axis: LoopAxis) -> int:
+    """As many as the narrowest type has in what is read at a time, if all rows begin where a vector
+    does.
+
+    rows: what is read in vectors along the axis.
+
+    Raises:
+        UnsupportedPlanError: if they begin where nothing can be copied from.
+    """
+    stores = [node.access for node in nodes if isinstance(node, Store)]
+    accesses = [*(load.access for load in rows), *(a for a in stores if axis.name in a.strides)]
+    floats = [a.buffer.dtype.itemsize for a in accesses if a.buffer.dtype is not torch.bool]
+    lanes = WIDEST // int(min(floats, default=WIDEST))
+    steps = [a.strides[s] for a in accesses for s in a.strides if s != axis.name]
+    while lanes > 1 and not all(_divides(lanes, n) for n in (axis.extent, *steps)):
+        lanes //= 2
+    least = min((load.access.buffer.dtype.itemsize for load in rows), default=NARROWEST)
+    if lanes * least < NARROWEST:
+        raise refused(plan, f"rows that begin at multiples of {NARROWEST} bytes", f"{least}")
+    return lanes
 
 
 def _divides(lanes: int, step: sympy.Expr) -> bool:

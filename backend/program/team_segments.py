@@ -20,14 +20,13 @@ from normpass.backend.program.tree import (
     Load,
     Loop,
     Recall,
+    definition,
     rewritten,
     uses,
     walk,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from normpass.backend.program.machine import Clusters
     from normpass.backend.program.team import Team
     from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
@@ -75,9 +74,16 @@ class Segments(Rows):
                 if axis in accumulator.op.axes:
                     return "sums of whole segments", str(accumulator.op)
                 node = Accumulate(_without(accumulator, segments))
-            case Keep(_, axes, shared) | Recall(_, axes, shared) if axes == (segments,):
-                return ("no array for all", str(node)) if shared else None
+            case Keep(value, axes, shared) | Recall(value, axes, shared) if (
+                segments in axes and axis not in axes
+            ):
+                is_kept_here = shared and isinstance(node, Recall) and self.keeps(value)
+                return ("no array for all", value) if is_kept_here else None
         return super().complaint(node, axis)
+
+    def keeps(self, value: str) -> bool:
+        """Whether a value is written to memory in this launch."""
+        return any(isinstance(n, Keep) and n.shared and n.value == value for n in self.nodes)
 
     def shared_out(self, team: Team, clusters: Clusters) -> Team:
         """A row among bands, so that each thread has few enough elements, and no more places for
@@ -119,23 +125,25 @@ class Segments(Rows):
 
     def registers(self, team: Team) -> int:
         """Those of a row's segments with them."""
-        kept = {n.value for n in self.nodes if isinstance(n, Keep) and not n.shared}
-        kept |= {load.access.buffer.name for load in of_segments(self.launch)}
+        kept: set[str | None] = {
+            n.value for n in self.nodes if isinstance(n, Keep) and not n.shared
+        }
+        kept |= {definition(node) for node in of_segments(self.launch)}
         of_turn = sum(self.segments.name in each.axes for each in self.launch.shared)
         of_turn += len(kept)
         return super().registers(team) + of_turn * team.turns * team.width // 4
 
 
-def of_segments(launch: Launch) -> Iterator[Load]:
-    """What is read of each segment once."""
+def of_segments(launch: Launch) -> list[Load | Recall]:
+    """What is read of each segment once, of tensors and of what earlier launches have kept."""
     found = {
-        node.access.buffer.name: node
+        definition(node): node
         for loop in launch.body
         if isinstance(loop, Loop)
         for node in loop.body
-        if isinstance(node, Load)
+        if isinstance(node, Load) or (isinstance(node, Recall) and node.shared)
     }
-    yield from found.values()
+    return [*found.values()]
 
 
 def _without(accumulator: Accumulator, axis: str) -> Accumulator:

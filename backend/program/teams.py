@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.backend.program.team import WARP, Team, refused
+from normpass.backend.program.team_columns import Columns
 from normpass.backend.program.team_rows import Rows
 from normpass.backend.program.team_segments import Segments
 from normpass.backend.program.tree import Blocks, Compute, Keep, Load, Recall, Store, walk
@@ -42,6 +43,8 @@ def with_teams(plan: Plan, clusters: Clusters) -> Plan:
 def _with_team(plan: Plan, launch: Launch, clusters: Clusters) -> Launch:
     if not launch.inner:
         return _of_elements(plan, launch)
+    if plan.vector in {axis.name for axis in launch.outer}:
+        return Columns(plan, launch).fitting(clusters)
     kind = Rows if len(launch.inner) == 1 else Segments
     return kind(plan, launch).fitting(clusters)
 

@@ -171,10 +171,11 @@ class Calls:
 
 def blocks_of(launch: tree.Launch, outer: Mapping[str, int], shares: int) -> int:
     """A launch's grid. outer: the lengths of its outer axes."""
-    team, of_rows = team_of(launch), launch.blocks.shares
-    if of_rows:
-        tiles = product(n for axis, n in outer.items() if axis not in of_rows)
-        return shares * tiles * team.blocks
+    team, blocks = team_of(launch), launch.blocks
+    if launch.inner:
+        others = outer.keys() - set(blocks.shares)
+        tiles = product(-(-outer[axis] // blocks.size[axis]) for axis in others)
+        return (shares if blocks.shares else 1) * tiles * team.blocks
     at_a_time = team.threads // launch.blocks.parts
     return -(-product(outer.values()) // at_a_time)
 

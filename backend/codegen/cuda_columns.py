@@ -1,0 +1,157 @@
+"""A launch down columns in CUDA C++: a team has a few columns of all rows.
+
+What is the same for a column is an array in registers, an element for each of a thread's columns.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from normpass.backend.codegen.cuda_rows import UNROLL, RowsPrinter
+from normpass.backend.codegen.text import TYPES, factor, index_expression
+from normpass.backend.program.tree import (
+    Begin,
+    Compute,
+    Finish,
+    Load,
+    Store,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Loop, Plan
+
+# Of rows that lie apart: the addresses of all of a thread's would stay in registers between loops.
+A_FEW = "#pragma unroll 4"
+
+
+class ColumnsPrinter(RowsPrinter):
+    """Prints one launch down columns."""
+
+    def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
+        super().__init__(plan, launch, number)
+        self.columns = plan.axis[plan.vector]
+        self.tiles = [*launch.outer]
+
+    def source(self) -> list[str]:
+        self.indent = 1
+        self.places()
+        self.share()
+        self.asking()
+        self.body()
+        return [*self.head(), *self.lines, "}"]
+
+    def row(self) -> str:
+        team = self.team
+        sizes = (self.axis.extent, team.threads, team.blocks, team.across, team.vectors, team.lanes)
+        return f"Columns<{', '.join(map(str, sizes))}>"
+
+    def places(self) -> None:
+        self.line(f"using Row = normpass::{self.row()};")
+        self.line("const Row row;")
+        self.line("ON_CHIP(chip);")
+        if self.team.together:
+            self.line(f"Down<scalar, Row, {self.team.together}> down(chip);")
+        first = self.team.exchange
+        for load in self.on_chip:
+            kind = TYPES[load.access.buffer.dtype].cpp
+            name = load.access.buffer.name
+            self.line(f"const Slots<Row, {kind}, 1> slots_{name}(chip + {first});")
+            first += self.team.on_chip(load)
+        if self.team.blocks > 1:
+            self.line("device::cluster_barrier();  // all of its blocks are there")
+
+    def share(self) -> None:
+        """Which columns a team has."""
+        blocks = f" / {self.team.blocks}" if self.team.blocks > 1 else ""
+        self.line(f"const int64_t program = blockIdx.x{blocks};")
+        size = self.launch.blocks.size[self.columns.name]
+        tiles = int(self.columns.extent) // size
+        others = [axis for axis in self.tiles if axis != self.columns]
+        text = f"program % {tiles}" if others else "program"
+        self.line(
+            f"const int64_t {self.index(self.columns.name)} = {text} * {size} + row.column();"
+        )
+        self.unravel(others, f"program / {tiles}")
+        self.scalars()
+
+    def asking(self) -> None:
+        """All that is read of the columns is asked for at once."""
+        with self.vectors(A_FEW):
+            for load in self.on_chip:
+                self.ask(load.access, "0")
+            self.line("device::group();")
+
+    def unroll(self, loop: Loop) -> str:
+        return A_FEW if any(isinstance(node, Store) for node in loop.body) else UNROLL
+
+    @contextmanager
+    def vectors(self, unroll: str = UNROLL) -> Iterator[None]:
+        with super().vectors(unroll):
+            self.line(f"const int64_t {self.index(self.axis.name)} = row.at(k);")
+            yield
+
+    def vector_at(self, access: Access) -> str:
+        return self.address(access)
+
+    # -- columns
+
+    def body(self) -> None:
+        varies, row = self.varies.items(), self.axis.name
+        self.indexed |= {v for v, axes in varies if self.columns.name in axes and row not in axes}
+        super().body()
+
+    def indices(self) -> None:
+        """There is nothing but columns."""
+
+    def of_columns(self, text: str) -> None:
+        """What is done for each of a thread's columns."""
+        self.line(UNROLL)
+        self.line(f"for (int j = 0; j < {self.team.lanes}; ++j) {text}")
+
+    def define(self, value: str, expression: str) -> None:
+        if value not in self.indexed:
+            super().define(value, expression)
+            return
+        name = self.free.value[value]
+        self.line(f"{self.type_of(value)} {name}[{self.team.lanes}];")
+        self.of_columns(f"{name}[j] = {expression};")
+
+    def element_at(self, access: Access) -> str:
+        """The address of an element for one of a thread's columns."""
+        step = access.strides.get(self.columns.name)
+        if step is None:
+            return self.address(access)
+        text = index_expression(step)
+        return f"{self.address(access)} + {'j' if text == '1' else f'j * {factor(text)}'}"
+
+    def leaf(self, node: Leaf) -> None:
+        match node:
+            case Load(access):
+                name = access.buffer.name
+                self.define(name, self.number_at(name, self.element_at(access)))
+            case Compute(op):
+                self.compute(op)
+            case Begin(accumulator):
+                name = f"acc_{accumulator.op.name}"
+                self.line(f"scalar {name}[{self.team.lanes}];")
+                self.of_columns(f"{name}[j] = {self.fn(accumulator)}::neutral<scalar>();")
+            case Finish(accumulator):
+                self.define(accumulator.op.name, f"acc_{accumulator.op.name}[j]")
+            case Store(output, access):
+                with self.block("if (row.leads())"):
+                    value = self.as_number(output.value)
+                    self.of_columns(f"put({self.element_at(access)}, {value});")
+            case _:
+                raise AssertionError(f"expected what is the same for a column, found {node}")
+
+    def accumulate(self, accumulator: Accumulator) -> None:
+        name, text = f"acc_{accumulator.op.name}[j]", self.as_number(accumulator.operand)
+        self.line(f"accumulate<{self.fn(accumulator)}>({name}, {text});")
+
+    def add_up(self, accumulators: list[Accumulator]) -> None:
+        if accumulators:
+            names = ", ".join(f"acc_{each.op.name}" for each in accumulators)
+            self.line(f"down.all<{', '.join(map(self.fn, accumulators))}>({names});")

@@ -1,0 +1,149 @@
+"""Teams whose rows lie across memory, in CUDA C++: a team has some columns, from top to bottom.
+
+So batch norm has its channels where they are last. Neighbours in memory are columns, of which each
+thread has a few; threads side by side have a line of memory, and others the next rows of it. What
+is the same for a column each thread has in registers, for its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from normpass.backend.program.team import WARP, Team, groups, refused, shared_bytes
+from normpass.backend.program.team_rows import lanes_of, loads_along, names, not_next_to_each_other
+from normpass.backend.program.tree import (
+    Accumulate,
+    Allocate,
+    Blocks,
+    Keep,
+    Load,
+    Recall,
+    Regroup,
+    Store,
+    walk,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from normpass.backend.program.machine import Clusters
+    from normpass.backend.program.tree import Launch, Node, Plan
+
+# Bytes of a row that a team has, at least where there are so many and at most: those that memory
+# hands out at a time, and those that a warp reads at a time of a few rows.
+LEAST, MOST = 32, 128
+# Elements of a thread: a kernel's text goes through them one after another.
+MOST_OF_THREAD = 256
+# Blocks that have something to do, at least: with fewer, most of a GPU waits.
+BUSY = 96
+
+
+class Columns:
+    """A launch whose tiles are columns: one loop after another down the rows, whose number is
+    known, and no sum that leaves it.
+    """
+
+    def __init__(self, plan: Plan, launch: Launch) -> None:
+        self.plan, self.launch = plan, launch
+        self.nodes = [*walk(*launch.body)]
+        axes = launch.inner
+        if len(axes) != 1 or not axes[0].extent.is_number:
+            raise refused(plan, "a known number of rows", f"loops over {names(axes)}")
+        (self.axis,) = axes
+        self.columns = plan.axis[plan.vector]
+        if not self.columns.extent.is_number:
+            raise refused(plan, "a known number of columns", f"{self.columns.extent}")
+        for node in self.nodes:
+            if complaint := self.complaint(node):
+                raise refused(plan, *complaint)
+        if launch.shared:
+            raise refused(plan, "no sum that leaves a launch", str(launch.shared[0].op))
+        found = loads_along(self.nodes, plan.vector)
+        self.rows = [load for load in found if self.axis.name in load.access.strides]
+        self.lanes = lanes_of(plan, self.nodes, self.rows, self.columns)
+
+    def complaint(self, node: Node) -> tuple[str, str] | None:
+        """What was expected of a node instead of what it is; None if it can be printed."""
+        match node:
+            case Store(_, access) if self.columns.name not in access.strides:
+                return "results of each column", access.buffer.name
+            case Load(access) | Store(_, access) if self.axis.name in access.strides:
+                return not_next_to_each_other(access, self.columns.name)
+            case Accumulate(accumulator) if accumulator.axes or accumulator.op.axes != (
+                self.axis.name,
+            ):
+                return f"sums along {self.axis.name}", str(accumulator.op)
+            case Accumulate(accumulator):
+                if self.columns.name not in self.plan.region.varies[accumulator.operand]:
+                    return "sums of each column", str(accumulator.op)
+            case Keep() | Recall() | Regroup() | Allocate():
+                return "no array", type(node).__name__
+        return None
+
+    def fitting(self, clusters: Clusters) -> Launch:
+        """The launch with the team that keeps most of a GPU busy, and reads most of a line.
+
+        Raises:
+            UnsupportedPlanError: if there is none that holds its columns.
+        """
+        sizes = [1 << n for n in range(clusters.blocks.bit_length())]
+        found = [
+            launch
+            for across, blocks in product(self.widths(), sizes)
+            if (launch := self.of(across, blocks, clusters)) is not None
+        ]
+        if not found:
+            held = f"{self.axis.extent} rows"
+            raise refused(self.plan, f"columns that {clusters.blocks} blocks hold", held)
+        return max(found, key=lambda launch: self.worth(launch, clusters))
+
+    def widths(self) -> Iterator[int]:
+        """Threads side by side."""
+        itemsize = min((int(load.access.buffer.dtype.itemsize) for load in self.rows), default=4)
+        count = int(self.columns.extent) // self.lanes
+        for across in (1, 2, 4, 8, 16, WARP):
+            size = across * self.lanes * itemsize
+            is_whole = across == count
+            if count % across == 0 and (LEAST <= size <= MOST or (is_whole and size <= MOST)):
+                yield across
+
+    def of(self, across: int, blocks: int, clusters: Clusters) -> Launch | None:
+        """With so many threads side by side and so many blocks; None if they do not hold it, or
+        leave most of a GPU idle for long.
+        """
+        width = self.plan.region.compute_dtype.itemsize
+        most = max(1, clusters.of_thread // (width * self.lanes))  # rows of a thread
+        rows = -(-int(self.axis.extent) // blocks)  # of a block
+        threads = -(-rows // most) * across
+        threads = max(WARP, min(clusters.threads, -(-threads // WARP) * WARP))
+        vectors = -(-rows * across // threads)
+        together = max(map(len, groups(self.launch.body)))
+        team = Team(threads, width, blocks, self.lanes, vectors, together=together, across=across)
+        launch = replace(self.launch, team=team, held=tuple(self.rows))
+        size = {axis.name: 1 for axis in launch.outer} | {self.columns.name: across * self.lanes}
+        room = clusters.memory // (shared_bytes(launch) + clusters.system)
+        programs = max(1, min(room, clusters.warps * WARP // threads))
+        size[self.axis.name] = int(self.axis.extent)
+        row, warps = frozenset({self.axis.name}), blocks * threads // WARP
+        launch = replace(launch, blocks=Blocks((), size, row, 1, warps, programs))
+        fits = shared_bytes(launch) <= clusters.shared and team.numbers <= MOST_OF_THREAD
+        is_long = team.numbers * width > clusters.of_thread
+        return launch if fits and not (is_long and self.busy(launch) < BUSY) else None
+
+    def busy(self, launch: Launch) -> int:
+        """Blocks that there are."""
+        size, blocks = launch.blocks.size, launch.team.blocks if launch.team else 1
+        return blocks * prod(-(-axis.hint // size[axis.name]) for axis in launch.outer)
+
+    def worth(self, launch: Launch, clusters: Clusters) -> tuple[int, int, bool, int]:
+        """The larger the better: blocks up to most of a GPU's unless threads have little to do, a
+        wide line, threads enough, few blocks of a cluster.
+        """
+        assert launch.team is not None
+        team = launch.team
+        is_enough = team.numbers * team.width <= clusters.of_thread
+        busy = BUSY if is_enough else min(self.busy(launch), BUSY)
+        return busy, team.across, is_enough, -team.blocks

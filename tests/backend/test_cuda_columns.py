@@ -1,0 +1,69 @@
+"""CUDA C++ whose teams have columns: its kernels compute on a CPU what their regions mean."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import cuda_on_cpu
+import cuda_random
+import pytest
+import random_regions
+from cuda_norms import assert_text, check, regions, variants
+
+from normpass.backend.program.machine import cuda_machine
+from normpass.backend.program.plan import make_plan
+from normpass.backend.program.team import team_of
+from normpass.benchmarks.gpu_cases import GpuCase
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the threads of a GPU are fibers of Linux"
+)
+
+# A GPU; one of clusters of four small blocks; one without clusters.
+MACHINES = {
+    "H200": cuda_machine(90, columns=True),
+    "small": replace(cuda_on_cpu.small(threads=64, blocks=4, of_thread=64), columns=True),
+    "A100": cuda_machine(80, columns=True),
+}
+SHAPES = {"batch_norm": ((5, 32, 6, 6), (2, 48, 6, 7), (1, 128, 5, 5))}
+
+
+@pytest.mark.parametrize(("case", "machine"), [*variants(SHAPES, MACHINES, channels_last=True)])
+def test_norms(case: GpuCase, machine: str) -> None:
+    for region in regions(case):
+        plan = check(region, MACHINES[machine], f"{case.label}, {machine}")
+        assert team_of(plan.launches[0]).across
+        assert len(plan.launches) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns", "blocks"),
+    [
+        ((32, 512, 28, 28), 32, 8),  # as many as eight blocks hold
+        ((32, 1024, 14, 14), 64, 8),  # a line of memory
+        ((4, 64, 8, 8), 64, 1),  # few rows
+    ],
+)
+def test_what_a_team_has(shape: tuple[int, ...], columns: int, blocks: int) -> None:
+    (region,) = regions(GpuCase("batch_norm", shape, "bfloat16", "forward", channels_last=True))
+    team = team_of(make_plan(region, MACHINES["H200"]).launches[0])
+    assert (team.across * team.lanes, team.blocks) == (columns, blocks)
+
+
+@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 8])
+def test_random_regions(examples: int) -> None:
+    found = cuda_random.random_kernels(
+        examples,
+        MACHINES,
+        lambda launch: team_of(launch).across,
+        random_regions.columned_cases,
+    )
+    assert len(found) == examples
+    for case, machine in found:
+        cuda_random.check(case, MACHINES[machine], machine)
+
+
+def test_snapshot() -> None:
+    case = GpuCase("batch_norm", (32, 512, 28, 28), "bfloat16", "backward", channels_last=True)
+    assert_text("batch_norm_backward_channels_last", case, MACHINES["H200"])
