@@ -50,7 +50,7 @@ class Options:
         metadata={
             "help": "what kernels for GPUs are written in, triton or cuda, where both can be; "
             "tuned for the fastest of these and of several settings, timed once; None for cuda "
-            "where rows are longer than programs of Triton hold",
+            "where it keeps on chip what programs of Triton read again, or takes fewer launches",
             "choices": ("triton", "cuda", "tuned", None),
             "env": "NORMPASS_GPU",
         },

@@ -43,9 +43,11 @@ def regions(case: GpuCase) -> Iterator[Region]:
         yield from (parse(each.text) for each in graph.decisions if isinstance(each, Fused))
 
 
-def check(region: Region, machine: Machine, name: str) -> Plan:
-    """A kernel computes what its region means, as exactly as its arithmetic allows."""
-    kernel = cuda_on_cpu.kernel_of(region, machine)
+def check(region: Region, machine: Machine, name: str, crowded: int = 0) -> Plan:
+    """A kernel computes what its region means, as exactly as its arithmetic allows. crowded: see
+    `cuda_on_cpu.kernel_of`.
+    """
+    kernel = cuda_on_cpu.kernel_of(region, machine, crowded=crowded)
     case = Case(name, str(region), ((),), tuple)
     inputs = [*make_inputs(case, region, region.extents(())).values()]
     for output, ours, want in zip(

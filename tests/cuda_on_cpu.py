@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import subprocess
 import tempfile
@@ -87,13 +88,23 @@ def built(source: CudaSource) -> Path:
     return library
 
 
-def kernel_of(region: Region, machine: Machine, classes: tuple[SizeClass, ...] = ()) -> CudaKernel:
-    """A region's CUDA C++ for tensors of a CPU."""
+def kernel_of(
+    region: Region, machine: Machine, classes: tuple[SizeClass, ...] = (), crowded: int = 0
+) -> CudaKernel:
+    """A region's CUDA C++ for tensors of a CPU. crowded: so many times registers do not suffice."""
+    built_before = itertools.count()
+
+    def spilling(source: CudaSource, device: torch.device) -> Mapping[str, Any]:
+        functions = build(source, device)
+        is_crowded = next(built_before) < crowded
+        for function in functions.values():
+            function.spilled = int(is_crowded)
+        return functions
 
     def otherwise() -> Any:
         raise AssertionError("the kernel could not be built")
 
-    return CudaKernel(region, machine, classes, build, otherwise)
+    return CudaKernel(region, machine, classes, spilling, otherwise)
 
 
 def small(**numbers: int) -> Machine:

@@ -43,14 +43,13 @@ class ColumnsPrinter(RowsPrinter):
         self.body()
         return [*self.head(), *self.lines, "}"]
 
-    def row(self) -> str:
+    def row_type(self) -> None:
         team = self.team
-        sizes = (self.axis.extent, team.threads, team.blocks, team.across, team.vectors, team.lanes)
-        return f"Columns<{', '.join(map(str, sizes))}>"
+        sizes = (team.threads, team.blocks, team.across, team.vectors, team.lanes)
+        self.row("Columns", self.axis, *sizes)
 
     def places(self) -> None:
-        self.line(f"using Row = normpass::{self.row()};")
-        self.line("const Row row;")
+        self.row_type()
         self.line("ON_CHIP(chip);")
         if self.team.together:
             self.line(f"Down<scalar, Row, {self.team.together}> down(chip);")

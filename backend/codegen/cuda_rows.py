@@ -28,7 +28,15 @@ from normpass.passes.region import product
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Node, Plan
+    from normpass.backend.program.tree import (
+        Access,
+        Accumulator,
+        Launch,
+        Leaf,
+        LoopAxis,
+        Node,
+        Plan,
+    )
 
 UNROLL = "#pragma unroll"
 # Elements of rows of which 2**31 would take a terabyte.
@@ -56,7 +64,7 @@ class RowsPrinter(CudaNames):
             if isinstance(node, Load) and not set(shares).isdisjoint(node.access.strides)
         ]
         # There is no memory for so many long rows that their number would not be an int.
-        self.kind = "int" if self.axis.extent >= LONG else "int64_t"
+        self.kind = "int" if self.axis.hint >= LONG else "int64_t"
 
     def source(self) -> list[str]:
         self.indent = 1
@@ -79,8 +87,7 @@ class RowsPrinter(CudaNames):
     def places(self) -> None:
         """A thread's elements, its slots, and where the team adds up."""
         team = self.team
-        self.line(f"using Row = normpass::{self.row()};")
-        self.line("const Row row;")
+        self.row_type()
         self.line("ON_CHIP(chip);")
         if team.together:
             self.line(f"Exchange<scalar, Row, {team.together}> exchange(chip);")
@@ -96,11 +103,19 @@ class RowsPrinter(CudaNames):
         if team.blocks > 1:
             self.line("device::cluster_barrier();  // all of its blocks are there")
 
-    def row(self) -> str:
-        """The type that says which elements of a row a thread has."""
+    def row_type(self) -> None:
+        """What says which elements of a row a thread has."""
         team = self.team
-        sizes = (self.axis.extent, team.threads, team.blocks, team.vectors, team.lanes)
-        return f"Row<{', '.join(map(str, sizes))}>"
+        sizes = (team.threads, team.blocks, team.vectors, team.lanes)
+        self.row("Row", self.axis, *sizes)
+
+    def row(self, kind: str, count: LoopAxis, *sizes: object) -> None:
+        """count: the axis whose extent may be known at run time only."""
+        extent = index_expression(count.extent)
+        known = "" if count.extent.is_number else f"({extent})"
+        text = ", ".join(map(str, ("0" if known else extent, *sizes)))
+        self.line(f"using Row = normpass::{kind}<{text}>;")
+        self.line(f"const Row row{known};")
 
     def share(self) -> None:
         """Which rows a team has."""

@@ -52,11 +52,10 @@ class SegmentsPrinter(RowsPrinter):
         self.once = [node for node in read if shares.isdisjoint(self.axes_of(node))]
         self.for_each = [node for node in read if node not in self.once]
 
-    def row(self) -> str:
+    def row_type(self) -> None:
         team = self.team
-        sizes = (self.segments.extent, self.axis.extent)
-        shared_out = (team.threads, team.blocks, team.bands, team.turns, team.vectors, team.lanes)
-        return f"Segments<{', '.join(map(str, (*sizes, *shared_out)))}>"
+        sizes = (team.threads, team.blocks, team.bands, team.turns, team.vectors, team.lanes)
+        self.row("Segments", self.segments, self.axis.extent, *sizes)
 
     # -- turns
 

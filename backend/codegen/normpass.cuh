@@ -172,18 +172,21 @@ struct Row : Share<THREADS, BLOCKS, VECTORS, LANES> {
   }
 };
 
-// Of a row of so many SEGMENTS of COLUMNS. The threads of a block are BANDS; each band has a segment
-// at a time, TURNS of them, and each of its threads VECTORS of a segment.
+// Of a row of so many SEGMENTS of COLUMNS; 0 where their number is told at run time. The threads of a
+// block are BANDS; each band has a segment at a time, TURNS of them, and each of its threads VECTORS
+// of a segment.
 template <int SEGMENTS, int COLUMNS, int THREADS, int BLOCKS, int BANDS, int TURNS, int VECTORS,
           int LANES>
 struct Segments : Share<THREADS, BLOCKS, TURNS * VECTORS, LANES> {
   static constexpr int turns = TURNS, vectors = VECTORS, of_band = THREADS / BANDS;
+  const int segments;
   const int thread = threadIdx.x % of_band, band = threadIdx.x / of_band;
+  __device__ explicit Segments(int segments = SEGMENTS) : segments(segments) {}
 
   // The segment of this thread's band in a turn, and whether there is one.
   __device__ int segment(int turn) const { return (turn * BLOCKS + this->block) * BANDS + band; }
   __device__ bool has(int turn) const {
-    return SEGMENTS == TURNS * BLOCKS * BANDS || segment(turn) < SEGMENTS;
+    return SEGMENTS == TURNS * BLOCKS * BANDS || segment(turn) < segments;
   }
   // The first element of a vector in its segment, and whether there is one.
   __device__ int at(int k) const { return (k * of_band + thread) * LANES; }
@@ -196,12 +199,14 @@ struct Segments : Share<THREADS, BLOCKS, TURNS * VECTORS, LANES> {
   __device__ bool leads(int turn) const { return thread == 0 && has(turn); }
 };
 
-// Of ACROSS times LANES columns of so many ROWS. The threads side by side have neighbours, and those
-// after them the next rows.
+// Of ACROSS times LANES columns of so many ROWS; 0 where their number is told at run time. The
+// threads side by side have neighbours, and those after them the next rows.
 template <int ROWS, int THREADS, int BLOCKS, int ACROSS, int VECTORS, int LANES>
 struct Columns : Share<THREADS, BLOCKS, VECTORS, LANES> {
   static constexpr int vectors = VECTORS, across = ACROSS, columns = ACROSS * LANES;
   static constexpr int at_once = THREADS / ACROSS;
+  const int rows;
+  __device__ explicit Columns(int rows = ROWS) : rows(rows) {}
 
   // The first of a thread's columns.
   __device__ int column() const { return int(threadIdx.x) % ACROSS * LANES; }
@@ -209,7 +214,7 @@ struct Columns : Share<THREADS, BLOCKS, VECTORS, LANES> {
   __device__ int at(int k) const {
     return (k * BLOCKS + this->block) * at_once + int(threadIdx.x) / ACROSS;
   }
-  __device__ bool has(int k) const { return ROWS == VECTORS * BLOCKS * at_once || at(k) < ROWS; }
+  __device__ bool has(int k) const { return ROWS == VECTORS * BLOCKS * at_once || at(k) < rows; }
   // Whether this thread does what is done once for its columns.
   __device__ bool leads() const { return this->block == 0 && threadIdx.x < ACROSS; }
 };

@@ -42,16 +42,16 @@ BUSY = 96
 
 
 class Columns:
-    """A launch whose tiles are columns: one loop after another down the rows, whose number is
-    known, and no sum that leaves it.
+    """A launch whose tiles are columns: one loop after another down the rows, no sum that leaves
+    it. Of the rows one knows how many there are at most.
     """
 
     def __init__(self, plan: Plan, launch: Launch) -> None:
         self.plan, self.launch = plan, launch
         self.nodes = [*walk(*launch.body)]
         axes = launch.inner
-        if len(axes) != 1 or not axes[0].extent.is_number:
-            raise refused(plan, "a known number of rows", f"loops over {names(axes)}")
+        if len(axes) != 1 or axes[0].most is None:
+            raise refused(plan, "rows of which the most is known", f"loops over {names(axes)}")
         (self.axis,) = axes
         self.columns = plan.axis[plan.vector]
         if not self.columns.extent.is_number:
@@ -96,7 +96,7 @@ class Columns:
             if (launch := self.of(across, blocks, clusters)) is not None
         ]
         if not found:
-            held = f"{self.axis.extent} rows"
+            held = f"{self.axis.hint} rows"
             raise refused(self.plan, f"columns that {clusters.blocks} blocks hold", held)
         return max(found, key=lambda launch: self.worth(launch, clusters))
 
@@ -116,7 +116,7 @@ class Columns:
         """
         width = self.plan.region.compute_dtype.itemsize
         most = max(1, clusters.of_thread // (width * self.lanes))  # rows of a thread
-        rows = -(-int(self.axis.extent) // blocks)  # of a block
+        rows = -(-self.axis.hint // blocks)  # of a block
         threads = -(-rows // most) * across
         threads = max(WARP, min(clusters.threads, -(-threads // WARP) * WARP))
         vectors = -(-rows * across // threads)
@@ -126,7 +126,7 @@ class Columns:
         size = {axis.name: 1 for axis in launch.outer} | {self.columns.name: across * self.lanes}
         room = clusters.memory // (shared_bytes(launch) + clusters.system)
         programs = max(1, min(room, clusters.warps * WARP // threads))
-        size[self.axis.name] = int(self.axis.extent)
+        size[self.axis.name] = self.axis.hint
         row, warps = frozenset({self.axis.name}), blocks * threads // WARP
         launch = replace(launch, blocks=Blocks((), size, row, 1, warps, programs))
         fits = shared_bytes(launch) <= clusters.shared and team.numbers <= MOST_OF_THREAD

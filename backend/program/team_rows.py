@@ -126,7 +126,7 @@ class Rows:
         room = clusters.memory // (shared_bytes(launch) + clusters.system)
         programs = max(1, min(room, clusters.warps * WARP // team.threads))
         size = {axis.name: 1 for axis in launch.outer if axis.name not in self.shares}
-        size |= {SHARED: 1} | {axis.name: int(axis.extent) for axis in launch.inner}
+        size |= {SHARED: 1} | {axis.name: axis.hint for axis in launch.inner}
         row, warps = frozenset(axis.name for axis in launch.inner), blocks * team.threads // WARP
         return replace(launch, blocks=Blocks(self.shares, size, row, 1, warps, programs))
 

@@ -37,7 +37,8 @@ MOST = 256
 
 class Segments(Rows):
     """A launch over rows along two axes: loops along the outer one, and in them along the inner
-    one, on which neighbours in memory lie. The lengths of both are known.
+    one, on which neighbours in memory lie. The length of that is known, and how many of them there
+    are at most.
     """
 
     def __init__(self, plan: Plan, launch: Launch) -> None:
@@ -49,9 +50,10 @@ class Segments(Rows):
         if (
             len(axes) != 2
             or axes[1].name != self.plan.vector
-            or not all(axis.extent.is_number for axis in axes)
+            or axes[0].most is None
+            or not axes[1].extent.is_number
         ):
-            raise refused(self.plan, "rows of a known length", f"loops over {names(axes)}")
+            raise refused(self.plan, "segments of a known length", f"loops over {names(axes)}")
         for node in self.launch.body:
             inside = node.body if isinstance(node, Loop) else ()
             is_nest = not isinstance(node, Loop) or node.axis == axes[0]
@@ -92,7 +94,7 @@ class Segments(Rows):
         inside = (node.body for node in self.launch.body if isinstance(node, Loop))
         apart = max((len(group) for body in inside for group in groups(body)), default=0)
         team = replace(team, apart=apart)
-        segments = -(-int(self.segments.extent) // team.blocks)
+        segments = -(-self.segments.hint // team.blocks)
         vectors = -(-int(self.axis.extent) // self.lanes)
         most = max(WARP, clusters.threads)
 

@@ -9,12 +9,19 @@ import cuda_on_cpu
 import cuda_random
 import pytest
 import random_regions
+import triton_oracles as mathematics
+import triton_regions as regions_of
+from compared import compare
 from cuda_norms import assert_text, check, regions, variants
+from triton_cases import Case
+from triton_regions import fill
 
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.program.team import team_of
 from normpass.benchmarks.gpu_cases import GpuCase
+from normpass.passes.region_text import parse
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the threads of a GPU are fibers of Linux"
@@ -35,6 +42,30 @@ def test_norms(case: GpuCase, machine: str) -> None:
         plan = check(region, MACHINES[machine], f"{case.label}, {machine}")
         assert team_of(plan.launches[0]).across
         assert len(plan.launches) == 1
+
+
+BACKWARD = mathematics.channels_last(mathematics.batch_norm_backward)
+
+
+@pytest.mark.parametrize("images", [1, 5, 8, 13])
+def test_a_number_of_images_known_at_run_time(images: int) -> None:
+    """A kernel for all numbers up to the next power of two."""
+    for text, oracle in (
+        (fill(regions_of.BATCH_NORM, c="32", x="r s c"), mathematics.batch_norm_channels_last),
+        (fill(regions_of.BATCH_NORM_BACKWARD, c="32", x="r s c"), BACKWARD),
+    ):
+        region, classes = parse(text), size_classes((images,))
+        kernel = cuda_on_cpu.kernel_of(region, MACHINES["H200"], classes)
+        assert "const Row row(" in kernel.source.text
+        compare(Case("batch norm", text, ((images,),), oracle), kernel, (images,), "cpu", oracle)
+
+
+@pytest.mark.parametrize("crowded", [1, 2, 3])
+def test_where_registers_do_not_suffice(crowded: int) -> None:
+    """It is built again for threads with fewer numbers at a time, or fewer blocks at once."""
+    case = GpuCase("batch_norm", (5, 32, 6, 6), "bfloat16", "backward", channels_last=True)
+    for region in regions(case):
+        check(region, MACHINES["H200"], case.label, crowded)
 
 
 @pytest.mark.parametrize(

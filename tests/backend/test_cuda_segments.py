@@ -8,12 +8,19 @@ import cuda_on_cpu
 import cuda_random
 import pytest
 import random_regions
+import triton_oracles as mathematics
+import triton_regions as regions_of
+from compared import compare
 from cuda_norms import assert_text, check, regions, variants
+from triton_cases import Case
+from triton_regions import fill
 
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
+from normpass.backend.program.sizes import size_classes
 from normpass.backend.program.team import team_of
 from normpass.benchmarks.gpu_cases import GpuCase
+from normpass.passes.region_text import parse
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the threads of a GPU are fibers of Linux"
@@ -39,6 +46,27 @@ def test_norms(case: GpuCase, machine: str) -> None:
     for region in regions(case):
         plan = check(region, MACHINES[machine], f"{case.label}, {machine}")
         assert len(plan.launches[0].inner) == 2
+
+
+@pytest.mark.parametrize("images", [1, 5, 8, 13])
+def test_a_number_of_images_known_at_run_time(images: int) -> None:
+    """A kernel for all numbers up to the next power of two."""
+    for text, oracle in (
+        (fill(regions_of.BATCH_NORM, c="40", v="12", x="r c s"), mathematics.batch_norm),
+        (fill(regions_of.BATCH_NORM_BACKWARD, c="40", x="r c s"), mathematics.batch_norm_backward),
+    ):
+        region, classes = parse(text), size_classes((images,))
+        kernel = cuda_on_cpu.kernel_of(region, MACHINES["H200"], classes)
+        assert "const Row row(n_r);" in kernel.source.text
+        compare(Case("batch norm", text, ((images,),), oracle), kernel, (images,), "cpu", oracle)
+
+
+@pytest.mark.parametrize("crowded", [1, 2, 3])
+def test_where_registers_do_not_suffice(crowded: int) -> None:
+    """It is built again for threads with fewer numbers at a time, or fewer blocks at once."""
+    case = GpuCase("group_norm", (2, 96, 8, 8), "bfloat16", "backward")
+    for region in regions(case):
+        check(region, MACHINES["H200"], case.label, crowded)
 
 
 def test_what_bands_have() -> None:
