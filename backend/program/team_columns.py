@@ -90,9 +90,13 @@ class Columns:
             UnsupportedPlanError: if there is none that holds its columns.
         """
         sizes = [1 << n for n in range(clusters.blocks.bit_length())]
+        widths = [*self.widths()]
+        if not widths:
+            expected = f"columns in {LEAST} to {MOST} bytes side by side"
+            raise refused(self.plan, expected, f"{self.columns.extent} of {self.lanes} together")
         found = [
             launch
-            for across, blocks in product(self.widths(), sizes)
+            for across, blocks in product(widths, sizes)
             if (launch := self.of(across, blocks, clusters)) is not None
         ]
         if not found:
