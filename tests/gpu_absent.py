@@ -80,6 +80,15 @@ def library(folder: Path) -> Path:
     return built
 
 
+def convolved(image: Tensor, weight: Tensor, _: object) -> torch.memory_format:
+    """The memory format of what cuDNN computes: channels are last if they are in either."""
+    last = torch.channels_last
+    for tensor in (image, weight):
+        if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
+            return last
+    return torch.contiguous_format
+
+
 @contextmanager
 def told_of_a_gpu(spilled: Callable[[bytes], int] = lambda _: 0) -> Iterator[None]:
     """A block in which torch and Triton take it that there is one. spilled: see `fake_gpu`."""
@@ -87,6 +96,9 @@ def told_of_a_gpu(spilled: Callable[[bytes], int] = lambda _: 0) -> Iterator[Non
         for name, answer in ANSWERS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer, create=True))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        # Where there is no cuDNN it would be contiguous.
+        name = "_conv_determine_backend_memory_format"
+        stack.enter_context(mock.patch.object(torch._C, name, convolved))
         stack.enter_context(fake_gpu(spilled=spilled))
         yield
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # CUDA C++ copies onto the chip by instructions of GPUs from this capability on.
 LEAST_CAPABILITY = 80
+# Warps of a program that has a multiprocessor to itself.
+CROWDED = 16
 
 
 @lru_cache(maxsize=4096)
@@ -36,12 +38,18 @@ def gpu_machine(region: Region, classes: tuple[SizeClass, ...], capability: int)
     for columns in (True, False):
         with suppress(UnsupportedPlanError):
             plan = make_plan(region, machine := cuda_machine(capability, columns=columns), classes)
-            if region.dialect == "cuda":
+            if region.dialect == "cuda" or _is_better(plan, make_plan(region, GPU, classes)):
                 return machine
-            in_triton = make_plan(region, GPU, classes)
-            is_better = _reads_again(in_triton) or len(plan.launches) < len(in_triton.launches)
-            return machine if is_better else GPU
+            return GPU
     return GPU
+
+
+def _is_better(plan: Plan, in_triton: Plan) -> bool:
+    """Whether teams hold what programs of Triton read again or have no registers for, or take fewer
+    launches.
+    """
+    few = len(plan.launches) < len(in_triton.launches)
+    return few or _reads_again(in_triton) or _is_crowded(in_triton)
 
 
 def _reads_again(plan: Plan) -> bool:
@@ -50,3 +58,10 @@ def _reads_again(plan: Plan) -> bool:
         launch.blocks.again or launch.streamed(axis.name for axis in launch.inner)
         for launch in plan.launches
     )
+
+
+def _is_crowded(plan: Plan) -> bool:
+    """Whether a program has all of a multiprocessor's registers for rows along two axes: of what it
+    computes with some would be in memory.
+    """
+    return any(len(launch.inner) > 1 and launch.blocks.warps >= CROWDED for launch in plan.launches)

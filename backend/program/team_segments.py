@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from normpass.backend.program.team import WARP, groups, refused
+from normpass.backend.program.team import NARROWEST, WARP, groups, refused, team_of
 from normpass.backend.program.team_rows import Rows, names
 from normpass.backend.program.tree import (
     Accumulate,
@@ -27,12 +27,16 @@ from normpass.backend.program.tree import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from normpass.backend.program.machine import Clusters
     from normpass.backend.program.team import Team
     from normpass.backend.program.tree import Launch, LoopAxis, Node, Plan
 
 # Elements of a thread: a kernel's text goes through them one after another.
 MOST = 256
+# So many times the places on chip that a row has elements, at most.
+WASTE = 2
 
 
 class Segments(Rows):
@@ -94,14 +98,21 @@ class Segments(Rows):
         inside = (node.body for node in self.launch.body if isinstance(node, Loop))
         apart = max((len(group) for body in inside for group in groups(body)), default=0)
         team = replace(team, apart=apart)
+        for lanes in self.narrower():
+            team = self.best(replace(team, lanes=lanes), clusters)
+            if not self.wastes(team):
+                break
+        return team
+
+    def best(self, team: Team, clusters: Clusters) -> Team:
+        """With the bands of a team's blocks."""
         segments = -(-self.segments.hint // team.blocks)
-        vectors = -(-int(self.axis.extent) // self.lanes)
         most = max(WARP, clusters.threads)
 
         def of(bands: int, warps: int) -> Team:
-            of_turn = -(-vectors // (warps * WARP))
+            vectors = -(-int(self.axis.extent) // (team.lanes * warps * WARP))
             turns, threads = -(-segments // bands), bands * warps * WARP
-            return replace(team, threads=threads, vectors=of_turn, bands=bands, turns=turns)
+            return replace(team, threads=threads, vectors=vectors, bands=bands, turns=turns)
 
         def price(team: Team) -> tuple[int, int, int, int]:
             return (
@@ -118,11 +129,29 @@ class Segments(Rows):
         )
         return min(found, key=price)
 
+    def wastes(self, team: Team) -> bool:
+        """Whether too many places on chip are for no element."""
+        row = self.segments.hint * int(self.axis.extent)
+        return team.elements * team.blocks > WASTE * row
+
+    def narrower(self) -> Iterator[int]:
+        """Neighbours that a thread may read at a time: of short segments fewer than it could, so
+        that more threads have something of them.
+        """
+        least = min((int(load.access.buffer.dtype.itemsize) for load in self.rows), default=1)
+        lanes = self.lanes
+        while lanes == self.lanes or (lanes and lanes * least >= NARROWEST):
+            yield lanes
+            lanes //= 2
+
     def fitting(self, clusters: Clusters) -> Launch:
         launch = super().fitting(clusters)
-        if launch.team and launch.team.numbers > MOST:
-            expected, found = f"{MOST} elements of a thread", f"{launch.team.numbers}"
+        team = team_of(launch)
+        if team.numbers > MOST:
+            expected, found = f"{MOST} elements of a thread", f"{team.numbers}"
             raise refused(self.plan, expected, found)
+        if self.wastes(team):
+            raise refused(self.plan, f"segments for {WARP} threads", f"{self.axis.extent} elements")
         return launch
 
     def registers(self, team: Team) -> int:

@@ -52,7 +52,7 @@ def test_norms(case: GpuCase, machine: str) -> None:
 def test_a_number_of_images_known_at_run_time(images: int) -> None:
     """A kernel for all numbers up to the next power of two."""
     for text, oracle in (
-        (fill(regions_of.BATCH_NORM, c="40", v="12", x="r c s"), mathematics.batch_norm),
+        (fill(regions_of.BATCH_NORM, c="40", v="20", x="r c s"), mathematics.batch_norm),
         (fill(regions_of.BATCH_NORM_BACKWARD, c="40", x="r c s"), mathematics.batch_norm_backward),
     ):
         region, classes = parse(text), size_classes((images,))
