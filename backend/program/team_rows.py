@@ -108,11 +108,16 @@ class Rows:
             team, shared = team_of(launch), shared_bytes(launch)
             if is_enough and team.numbers * team.width > clusters.of_thread:
                 continue
-            if self.registers(team) <= clusters.registers and shared <= clusters.shared:
+            fits = self.registers(team) <= clusters.registers and shared <= clusters.shared
+            if fits and self.suits(team):
                 return launch
         held = f"{self.registers(team)} registers for sums and {shared} bytes"
         expected = f"rows that {clusters.blocks} blocks hold"
         raise refused(self.plan, expected, f"{held} of a block at least")
+
+    def suits(self, team: Team) -> bool:
+        """Whether a team is worth its threads."""
+        return True
 
     def of(self, blocks: int, stages: int, clusters: Clusters) -> Launch:
         """With a team of so many blocks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from normpass.backend.program.team import NARROWEST, WARP, groups, refused, team_of
+from normpass.backend.program.team import NARROWEST, WARP, groups, refused
 from normpass.backend.program.team_rows import Rows, names
 from normpass.backend.program.tree import (
     Accumulate,
@@ -144,15 +144,8 @@ class Segments(Rows):
             yield lanes
             lanes //= 2
 
-    def fitting(self, clusters: Clusters) -> Launch:
-        launch = super().fitting(clusters)
-        team = team_of(launch)
-        if team.numbers > MOST:
-            expected, found = f"{MOST} elements of a thread", f"{team.numbers}"
-            raise refused(self.plan, expected, found)
-        if self.wastes(team):
-            raise refused(self.plan, f"segments for {WARP} threads", f"{self.axis.extent} elements")
-        return launch
+    def suits(self, team: Team) -> bool:
+        return team.numbers <= MOST and not self.wastes(team)
 
     def registers(self, team: Team) -> int:
         """Those of a row's segments with them."""

@@ -48,6 +48,21 @@ def test_norms(case: GpuCase, machine: str) -> None:
         assert len(plan.launches[0].inner) == 2
 
 
+def test_bands_of_several_warps() -> None:
+    machine = cuda_on_cpu.small(threads=128, blocks=1, of_thread=32)
+    (region,) = regions(GpuCase("group_norm", (2, 64, 30, 30), "float32", "backward"))
+    team = team_of(check(region, machine, "bands of several warps").launches[0])
+    assert team.bands > 1
+    assert team.exchange_of_bands
+
+
+def test_bands_without_a_segment() -> None:
+    """In the last turn: nothing of theirs is added or written."""
+    (region,) = regions(GpuCase("group_norm", (2, 160, 8, 8), "float32", "backward"))
+    team = team_of(check(region, MACHINES["warps"], "bands without a segment").launches[0])
+    assert team.blocks * team.bands * team.turns > 5
+
+
 @pytest.mark.parametrize("images", [1, 5, 8, 13])
 def test_a_number_of_images_known_at_run_time(images: int) -> None:
     """A kernel for all numbers up to the next power of two."""
