@@ -32,7 +32,15 @@ EXTENTS: dict[int, list[tuple[int, ...]]] = {
 }
 GROUPED = [(2, 3, 2, 5), (9, 4, 3, 7), (1, 2, 9, 40), (3, 17, 2, 3)]
 SEGMENTED = [(5, 2, 3, 32), (40, 1, 5, 36), (3, 11, 2, 68), (33, 2, 9, 4), (2, 3, 4, 260)]
-COLUMNED = [(3, 33, 32), (1, 5, 64), (2, 64, 16), (1, 130, 48), (2, 7, 8)]
+COLUMNED = [
+    (3, 33, 32),
+    (1, 5, 64),
+    (2, 64, 16),
+    (1, 130, 48),
+    (2, 7, 8),
+    (2, 3, 9, 32),
+    (1, 17, 4, 16),
+]
 DTYPES = [
     *[torch.float32] * 3,
     *(torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.int64),
@@ -254,7 +262,7 @@ class _Segmented(_Builder):
 
 
 class _Columned(_Builder):
-    """Columns c, of rows q whose number is known: sums are over rows alone."""
+    """Columns along the last axis, of rows whose number is known: sums are over rows alone."""
 
     def draw_extents(self) -> tuple[int, ...]:
         return self.draw(st.sampled_from(COLUMNED))
@@ -271,7 +279,8 @@ class _Columned(_Builder):
         return None
 
     def reduced(self, inside: Sequence[str]) -> list[str]:
-        return [axis for axis in inside if axis == "q"]
+        rows = AXES[1 : len(self.axes) - 1]
+        return [axis for axis in inside if axis in rows]
 
 
 class _Chained(_Builder):

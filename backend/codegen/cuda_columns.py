@@ -6,6 +6,7 @@ What is the same for a column is an array in registers, an element for each of a
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cuda_rows import UNROLL, RowsPrinter
@@ -15,13 +16,15 @@ from normpass.backend.program.tree import (
     Compute,
     Finish,
     Load,
+    Loop,
     Store,
 )
+from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Loop, Plan
+    from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Plan
 
 # Of rows that lie apart: the addresses of all of a thread's would stay in registers between loops.
 A_FEW = "#pragma unroll 4"
@@ -33,7 +36,7 @@ class ColumnsPrinter(RowsPrinter):
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan, launch, number)
         self.columns = plan.axis[plan.vector]
-        self.tiles = [*launch.outer]
+        self.tiles, self.rows = [*launch.outer], launch.inner
 
     def source(self) -> list[str]:
         self.indent = 1
@@ -46,7 +49,7 @@ class ColumnsPrinter(RowsPrinter):
     def row_type(self) -> None:
         team = self.team
         sizes = (team.threads, team.blocks, team.across, team.vectors, team.lanes)
-        self.row("Columns", self.axis, *sizes)
+        self.row("Columns", product(axis.extent for axis in self.rows), *sizes)
 
     def places(self) -> None:
         self.row_type()
@@ -89,7 +92,7 @@ class ColumnsPrinter(RowsPrinter):
     @contextmanager
     def vectors(self, unroll: str = UNROLL) -> Iterator[None]:
         with super().vectors(unroll):
-            self.line(f"const int64_t {self.index(self.axis.name)} = row.at(k);")
+            self.unravel(self.rows, "row.at(k)")
             yield
 
     def vector_at(self, access: Access) -> str:
@@ -98,9 +101,23 @@ class ColumnsPrinter(RowsPrinter):
     # -- columns
 
     def body(self) -> None:
-        varies, row = self.varies.items(), self.axis.name
-        self.indexed |= {v for v, axes in varies if self.columns.name in axes and row not in axes}
+        rows, column = {axis.name for axis in self.rows}, self.columns.name
+        of_columns = {v for v, axes in self.varies.items() if column in axes and not axes & rows}
+        self.indexed |= of_columns
         super().body()
+
+    def loop(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
+        *values, inner = loop.body
+        if len(self.rows) > 1 and isinstance(inner, Loop):
+            loop = replace(inner, body=(*values, *inner.body))
+        super().loop(loop, is_first=is_first, is_last=is_last)
+
+    def read_aside(self, load: Load) -> set[str]:
+        name, access = load.access.buffer.name, load.access
+        if self.columns.name not in access.strides:
+            return super().read_aside(load)
+        self.array(name, self.number_at(name, self.element_at(access)))
+        return {name}
 
     def indices(self) -> None:
         """There is nothing but columns."""
@@ -114,6 +131,10 @@ class ColumnsPrinter(RowsPrinter):
         if value not in self.indexed:
             super().define(value, expression)
             return
+        self.array(value, expression)
+
+    def array(self, value: str, expression: str) -> None:
+        """A value for each of a thread's columns."""
         name = self.free.value[value]
         self.line(f"{self.type_of(value)} {name}[{self.team.lanes}];")
         self.of_columns(f"{name}[j] = {expression};")

@@ -28,12 +28,13 @@ from normpass.passes.region import product
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    import sympy
+
     from normpass.backend.program.tree import (
         Access,
         Accumulator,
         Launch,
         Leaf,
-        LoopAxis,
         Node,
         Plan,
     )
@@ -107,12 +108,12 @@ class RowsPrinter(CudaNames):
         """What says which elements of a row a thread has."""
         team = self.team
         sizes = (team.threads, team.blocks, team.vectors, team.lanes)
-        self.row("Row", self.axis, *sizes)
+        self.row("Row", self.axis.extent, *sizes)
 
-    def row(self, kind: str, count: LoopAxis, *sizes: object) -> None:
-        """count: the axis whose extent may be known at run time only."""
-        extent = index_expression(count.extent)
-        known = "" if count.extent.is_number else f"({extent})"
+    def row(self, kind: str, count: sympy.Expr, *sizes: object) -> None:
+        """count: an extent that may be known at run time only."""
+        extent = index_expression(count)
+        known = "" if count.is_number else f"({extent})"
         text = ", ".join(map(str, ("0" if known else extent, *sizes)))
         self.line(f"using Row = normpass::{kind}<{text}>;")
         self.line(f"const Row row{known};")
@@ -254,7 +255,7 @@ class RowsPrinter(CudaNames):
                     if load.access.buffer.name in on_chip:
                         self.read_vector(load.access)
                     else:
-                        self.leaf(load)
+                        names |= self.read_aside(load)
                 for store in stores:
                     self.line(f"scalar out_{store.access.buffer.name}[{lanes}];")
                 self.indexed |= names
@@ -272,6 +273,11 @@ class RowsPrinter(CudaNames):
                     self.line(f"if ({ahead} < last) ask({ahead}, stage, {self.counted});")
             if is_last and self.on_chip:
                 self.line("device::group();")
+
+    def read_aside(self, load: Load) -> set[str]:
+        """What is read of a vector's row and does not go on chip. Its values that have an index."""
+        self.leaf(load)
+        return set()
 
     def unroll(self, loop: Loop) -> str:
         """How a loop over vectors is unrolled that waits for nothing."""

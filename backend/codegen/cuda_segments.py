@@ -55,7 +55,7 @@ class SegmentsPrinter(RowsPrinter):
     def row_type(self) -> None:
         team = self.team
         sizes = (team.threads, team.blocks, team.bands, team.turns, team.vectors, team.lanes)
-        self.row("Segments", self.segments, self.axis.extent, *sizes)
+        self.row("Segments", self.segments.extent, self.axis.extent, *sizes)
 
     # -- turns
 

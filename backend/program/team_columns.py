@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 
 from normpass.backend.program.team import WARP, Team, groups, refused, shared_bytes
 from normpass.backend.program.team_rows import lanes_of, loads_along, names, not_next_to_each_other
+from normpass.backend.program.team_segments import merged
 from normpass.backend.program.tree import (
     Accumulate,
     Allocate,
     Blocks,
+    Compute,
     Keep,
     Load,
+    Loop,
     Recall,
     Regroup,
     Store,
@@ -43,39 +46,53 @@ BUSY = 96
 
 class Columns:
     """A launch whose tiles are columns: one loop after another down the rows, no sum that leaves
-    it. Of the rows one knows how many there are at most.
+    it. Rows lie along one axis or two, of which one knows how many there are at most. What varies
+    along the outer one alone is read again for each of them.
     """
 
     def __init__(self, plan: Plan, launch: Launch) -> None:
-        self.plan, self.launch = plan, launch
-        self.nodes = [*walk(*launch.body)]
-        axes = launch.inner
-        if len(axes) != 1 or axes[0].most is None:
-            raise refused(plan, "rows of which the most is known", f"loops over {names(axes)}")
-        (self.axis,) = axes
+        self.plan, self.launch = plan, replace(launch, body=merged(launch.body))
+        self.nodes = [*walk(*self.launch.body)]
+        self.axes = launch.inner
+        if len(self.axes) > 2 or any(axis.most is None for axis in self.axes):
+            raise refused(plan, "rows of which the most is known", f"loops over {names(self.axes)}")
+        self.count = prod(axis.hint for axis in self.axes)
         self.columns = plan.axis[plan.vector]
         if not self.columns.extent.is_number:
             raise refused(plan, "a known number of columns", f"{self.columns.extent}")
+        for loop in self.launch.body:
+            if isinstance(loop, Loop) and not self.is_nest(loop):
+                raise refused(plan, f"loops down {names(self.axes)}", f"one over {loop.axis.name}")
         for node in self.nodes:
             if complaint := self.complaint(node):
                 raise refused(plan, *complaint)
         if launch.shared:
             raise refused(plan, "no sum that leaves a launch", str(launch.shared[0].op))
         found = loads_along(self.nodes, plan.vector)
-        self.rows = [load for load in found if self.axis.name in load.access.strides]
+        self.rows = [load for load in found if self.axes[-1].name in load.access.strides]
         self.lanes = lanes_of(plan, self.nodes, self.rows, self.columns)
+
+    def is_nest(self, loop: Loop) -> bool:
+        """Whether a loop goes down all rows: in the outer of two there is nothing but values."""
+        *values, last = loop.body
+        if len(self.axes) == 1:
+            return loop.axis == self.axes[0]
+        return (loop.axis, last.axis if isinstance(last, Loop) else None) == self.axes and all(
+            isinstance(node, Load | Compute) for node in values
+        )
 
     def complaint(self, node: Node) -> tuple[str, str] | None:
         """What was expected of a node instead of what it is; None if it can be printed."""
+        axes = {axis.name for axis in self.axes}
         match node:
             case Store(_, access) if self.columns.name not in access.strides:
                 return "results of each column", access.buffer.name
-            case Load(access) | Store(_, access) if self.axis.name in access.strides:
+            case Store(_, access) if 0 < len(axes & access.strides.keys()) < len(axes):
+                return "results of each row", access.buffer.name
+            case Load(access) | Store(_, access) if axes & access.strides.keys():
                 return not_next_to_each_other(access, self.columns.name)
-            case Accumulate(accumulator) if accumulator.axes or accumulator.op.axes != (
-                self.axis.name,
-            ):
-                return f"sums along {self.axis.name}", str(accumulator.op)
+            case Accumulate(accumulator) if accumulator.axes or set(accumulator.op.axes) != axes:
+                return f"sums along {names(self.axes)}", str(accumulator.op)
             case Accumulate(accumulator):
                 if self.columns.name not in self.plan.region.varies[accumulator.operand]:
                     return "sums of each column", str(accumulator.op)
@@ -100,7 +117,7 @@ class Columns:
             if (launch := self.of(across, blocks, clusters)) is not None
         ]
         if not found:
-            held = f"{self.axis.hint} rows"
+            held = f"{self.count} rows"
             raise refused(self.plan, f"columns that {clusters.blocks} blocks hold", held)
         return max(found, key=lambda launch: self.worth(launch, clusters))
 
@@ -120,7 +137,7 @@ class Columns:
         """
         width = self.plan.region.compute_dtype.itemsize
         most = max(1, clusters.of_thread // (width * self.lanes))  # rows of a thread
-        rows = -(-self.axis.hint // blocks)  # of a block
+        rows = -(-self.count // blocks)  # of a block
         threads = -(-rows // most) * across
         threads = max(WARP, min(clusters.threads, -(-threads // WARP) * WARP))
         vectors = -(-rows * across // threads)
@@ -130,8 +147,8 @@ class Columns:
         size = {axis.name: 1 for axis in launch.outer} | {self.columns.name: across * self.lanes}
         room = clusters.memory // (shared_bytes(launch) + clusters.system)
         programs = max(1, min(room, clusters.warps * WARP // threads))
-        size[self.axis.name] = self.axis.hint
-        row, warps = frozenset({self.axis.name}), blocks * threads // WARP
+        size |= {axis.name: axis.hint for axis in self.axes}
+        row, warps = frozenset(axis.name for axis in self.axes), blocks * threads // WARP
         launch = replace(launch, blocks=Blocks((), size, row, 1, warps, programs))
         fits = shared_bytes(launch) <= clusters.shared and team.numbers <= MOST_OF_THREAD
         is_long = team.numbers * width > clusters.of_thread

@@ -44,6 +44,43 @@ def test_norms(case: GpuCase, machine: str) -> None:
         assert len(plan.launches) == 1
 
 
+# Before an average over pixels: its gradient is the same for all pixels of an image.
+POOLED = """
+region batch_norm_backward
+axes    n=3 c=32 d=2 e=3
+input   g: bf16[n c]
+input   off: b8[n c d e] (192, 1, 96, 32)
+input   x: bf16[n c d e] (192, 1, 96, 32)
+input   mean: f32[1 c 1 1]
+input   rstd: f32[c]
+input   w: f32[c]
+div     = div(g, 6.0)
+where   = where(off, 0.0, div)
+sub     = sub(x, mean)
+x_hat   = mul(sub, rstd)
+mul     = mul(where, x_hat)
+dw      = sum[n d e](mul)
+db      = sum[n d e](where)
+mul_1   = mul(rstd, w)
+mean_1  = div(db, 18.0)
+div_1   = div(dw, 18.0)
+sub_1   = sub(where, mean_1)
+mul_2   = mul(x_hat, div_1)
+sub_2   = sub(sub_1, mul_2)
+dx      = mul(sub_2, mul_1)
+output  y0: f32[c] = dw
+output  y1: f32[c] = db
+output  y2: bf16[n c d e] (192, 1, 96, 32) = dx
+"""
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_the_same_for_an_image(machine: str) -> None:
+    plan = check(parse(POOLED.strip()), MACHINES[machine], machine)
+    assert [axis.name for axis in plan.launches[0].inner] == ["n", "d_e"]
+    assert len(plan.launches) == 1
+
+
 BACKWARD = mathematics.channels_last(mathematics.batch_norm_backward)
 
 

@@ -181,7 +181,9 @@ void launch(void (*kernel)(Arguments...), std::index_sequence<K...>, int64_t gri
   function = kernel;
   given = arguments;
   run_kernel = [] { function(*static_cast<std::remove_reference_t<Arguments>*>(given[K])...); };
-  for (int64_t first = 0; first < grid; first += blocks) run_cluster(first, threads, blocks, shared);
+  // What a cluster writes beyond its own results is not written over by the next one.
+  for (int64_t first = grid; first > 0; first -= blocks)
+    run_cluster(first - blocks, threads, blocks, shared);
 }
 
 // Runs a kernel. grid: blocks. arguments: the address of each.
