@@ -63,6 +63,28 @@ def test_bands_without_a_segment() -> None:
     assert team.blocks * team.bands * team.turns > 5
 
 
+# The first loop over segments is over what an earlier launch has left of each, without elements. Of
+# the other one a sum of largest elements is not the largest of anything.
+KEPT = """
+region kept
+axes    r=5 q=2 c=3 d=64
+input   x: f32[r q c d]
+most    = amax[r d](x)
+of_most = sum[c](most)
+largest = amax[d](x)
+of_all  = sum[c](largest)
+less    = sub(x, of_most)
+y       = mul(less, of_all)
+output  out: f32[r q c d] = y
+"""
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_values_of_segments(machine: str) -> None:
+    plan = check(parse(KEPT.strip()), MACHINES[machine], machine)
+    assert [len(launch.inner) for launch in plan.launches] == [2, 0, 2]
+
+
 @pytest.mark.parametrize("images", [1, 5, 8, 13])
 def test_a_number_of_images_known_at_run_time(images: int) -> None:
     """A kernel for all numbers up to the next power of two."""
