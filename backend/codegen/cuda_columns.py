@@ -116,7 +116,7 @@ class ColumnsPrinter(RowsPrinter):
         name, access = load.access.buffer.name, load.access
         if self.columns.name not in access.strides:
             return super().read_aside(load)
-        self.array(name, self.number_at(name, self.element_at(access)))
+        self.for_each_column(name, self.number_at(name, self.element_at(access)))
         return {name}
 
     def indices(self) -> None:
@@ -131,9 +131,9 @@ class ColumnsPrinter(RowsPrinter):
         if value not in self.indexed:
             super().define(value, expression)
             return
-        self.array(value, expression)
+        self.for_each_column(value, expression)
 
-    def array(self, value: str, expression: str) -> None:
+    def for_each_column(self, value: str, expression: str) -> None:
         """A value for each of a thread's columns."""
         name = self.free.value[value]
         self.line(f"{self.type_of(value)} {name}[{self.team.lanes}];")
