@@ -77,8 +77,8 @@ class Team:
         and twice one of each block.
         """
         if self.across:
-            numbers = self.threads // WARP + 2 * self.blocks
-            return self.together * numbers * self.across * self.lanes * self.width
+            of_column = self.together * (self.threads // WARP + 2 * self.blocks)
+            return _whole(of_column * self.across * self.lanes * self.width)
         return self.room(self.together * self.blocks)
 
     @property
@@ -88,13 +88,17 @@ class Team:
 
     def room(self, sums: int) -> int:
         """Bytes for a number of each warp for so many sums, twice."""
-        size = 2 * sums * (self.threads // WARP) * self.width
-        return -(-size // WIDEST) * WIDEST
+        return _whole(2 * sums * (self.threads // WARP) * self.width)
 
     def on_chip(self, load: Load) -> int:
         """Bytes of shared memory that a block has for a tensor."""
         stages = self.stages if load in self.staged else 1
         return stages * self.elements * int(load.access.buffer.dtype.itemsize)
+
+
+def _whole(size: int) -> int:
+    """So many bytes, up to where a vector can begin."""
+    return -(-size // WIDEST) * WIDEST
 
 
 def team_of(launch: Launch) -> Team:

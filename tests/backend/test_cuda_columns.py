@@ -105,6 +105,12 @@ def test_where_registers_do_not_suffice(crowded: int) -> None:
         check(region, MACHINES["H200"], case.label, crowded)
 
 
+def test_two_channels() -> None:
+    """What lies on chip beside the sums begins where vectors do."""
+    text = fill(regions_of.BATCH_NORM, c="2", r="3", x="r s c")
+    check(parse(text), MACHINES["A100"], "two channels")
+
+
 @pytest.mark.parametrize(
     ("shape", "columns", "blocks"),
     [
