@@ -31,14 +31,17 @@ def with_fetches(plan: Plan) -> Plan:
     """The plan with what its launches hold for all rows, and what their loops fetch ahead."""
     width = plan.region.compute_dtype.itemsize
     launches = (replace(launch, held=_held(launch)) for launch in plan.launches)
-    return replace(plan, launches=tuple(_Fetches(each, width).launch for each in launches))
+    found = tuple(_Fetches(each, plan.vector, width).launch for each in launches)
+    return replace(plan, launches=found)
 
 
 class _Fetches:
-    """Goes through a launch's loops. width: bytes of a number that is computed with."""
+    """Goes through a launch's loops. vector: the axis along which lanes run. width: bytes of a
+    number that is computed with.
+    """
 
-    def __init__(self, launch: Launch, width: int) -> None:
-        self.given, self.most = launch, 0
+    def __init__(self, launch: Launch, vector: str, width: int) -> None:
+        self.given, self.vector, self.most = launch, vector, 0
         body = rewritten(launch.body, self.staged)
         rows = bool(launch.blocks.shares) and self.is_ahead(launch.body)
         beside = product(launch.blocks.size.values()) * launch.blocks.parts * width
@@ -64,8 +67,18 @@ class _Fetches:
         if any(self.is_printed(node) or _is_array(self.given, node) for node in inside):
             return False
         loads = [load for load in self.loads(body) if load not in self.given.held]
+        if any(map(self.is_across, loads)):
+            return False
         self.most = max(self.most, sum(_bytes(self.given, load) for load in loads))
         return bool(loads)
+
+    def is_across(self, load: Load) -> bool:
+        """Whether a program of one warp reads a tensor whose neighbours lie along another axis than
+        lanes do: Triton's compiler (3.9) dies of a segmentation fault where that is fetched ahead.
+        """
+        strides = load.access.strides
+        across = strides.get(self.vector, 1) != 1 and 1 in strides.values()
+        return across and self.given.blocks.warps == 1
 
     def loads(self, body: Sequence[Node]) -> list[Load]:
         """What is read each time that a loop's body is gone through."""

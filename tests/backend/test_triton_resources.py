@@ -8,12 +8,28 @@ from typing import TYPE_CHECKING
 
 import pytest
 from snapshots import assert_snapshot
-from triton_ahead import TRITON, fitted, is_recorded, needs_triton, source
+from triton_ahead import TRITON, compiled, fitted, is_recorded, needs_triton, source
+
+from normpass.backend.codegen.triton import generate
+from normpass.backend.program.machine import GPU
+from normpass.backend.program.plan import make_plan
+from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CAPABILITIES = (80, 90, 100)
+# Rows of which one tensor has the other order in memory.
+CROSSED = """
+region crossed
+axes    r=4 c=32
+input   x: bf16[r c]
+input   y: bf16[r c] (1, 4)
+z       = add(x, y)
+total   = sum[r](z)
+output  o: bf16[r c] = z
+output  t: f32[c] = total
+"""
 # What an older one spills: Triton 3.6 leaves 8 bytes of a thread over on sm_80, where no more than
 # one program runs at once.
 SPILLS = {("rms_norm_backward_sums_held", (3, 6))}
@@ -86,3 +102,15 @@ def test_resources(name: str, tmp_path: Path) -> None:
             )
     if is_recorded():
         assert_snapshot(f"triton/resources/{name}.txt", "\n".join(lines) + "\n")
+
+
+@needs_triton
+@pytest.mark.usefixtures("compiler_cache")
+def test_what_a_warp_reads_across_its_lanes_is_not_fetched_ahead() -> None:
+    """Triton 3.9 dies of a segmentation fault where it is."""
+    text = CROSSED.strip()
+    found = generate(make_plan(parse(text), GPU))
+    assert "num_stages" not in found.text.split("crossed_1")[0]
+    assert all(compiled(found, capability) for capability in CAPABILITIES)
+    straight = generate(make_plan(parse(text.replace(" (1, 4)", "")), GPU))
+    assert "num_stages" in straight.text.split("crossed_1")[0]
