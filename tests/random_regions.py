@@ -261,22 +261,11 @@ class _Segmented(_Builder):
         return [axis for axis in axes if axis in inside]
 
 
-class _Columned(_Builder):
+class _Columned(_Segmented):
     """Columns along the last axis, of rows whose number is known: sums are over rows alone."""
 
     def draw_extents(self) -> tuple[int, ...]:
         return self.draw(st.sampled_from(COLUMNED))
-
-    def axis(self, name: str, extent: int) -> Axis:
-        return super().axis(name, extent) if name == "r" else Axis(name, extent)
-
-    def layout(self, names: Sequence[str], *, output: bool) -> tuple[tuple[str, ...], ...]:
-        return tuple((axis,) for axis in AXES if axis in names)
-
-    def strides(
-        self, dims: tuple[tuple[str, ...], ...], *, output: bool
-    ) -> tuple[Stride, ...] | None:
-        return None
 
     def reduced(self, inside: Sequence[str]) -> list[str]:
         rows = AXES[1 : len(self.axes) - 1]
