@@ -238,8 +238,8 @@ class _Grouped(_Builder):
 
 
 class _Segmented(_Builder):
-    """Rows along two axes, c and d, of known lengths, as channels of images are: sums are over d
-    alone, or over both, and then over rows.
+    """Rows along two axes, c and d, of known lengths, as channels of images are: most sums are over
+    d alone, or over both, and then over rows.
     """
 
     def draw_extents(self) -> tuple[int, ...]:
@@ -257,19 +257,20 @@ class _Segmented(_Builder):
         return None
 
     def reduced(self, inside: Sequence[str]) -> list[str]:
-        axes = self.draw(st.sampled_from(["d", "cd", "c", "cd", "r", "rd"]))
+        axes = self.draw(st.sampled_from(["d", "cd", "c", "cd", "r", "rd", "rc", "rcd"]))
         return [axis for axis in axes if axis in inside]
 
 
 class _Columned(_Segmented):
-    """Columns along the last axis, of rows whose number is known: sums are over rows alone."""
+    """Columns along the last axis, of rows whose number is known: most sums are over those."""
 
     def draw_extents(self) -> tuple[int, ...]:
         return self.draw(st.sampled_from(COLUMNED))
 
     def reduced(self, inside: Sequence[str]) -> list[str]:
         rows = AXES[1 : len(self.axes) - 1]
-        return [axis for axis in inside if axis in rows]
+        axes = self.draw(st.sampled_from([rows, rows, rows[0], rows[-1], "r", f"r{rows}"]))
+        return [axis for axis in inside if axis in axes]
 
 
 class _Chained(_Builder):

@@ -46,7 +46,7 @@ LONG = 512
 
 class RowsPrinter(CudaNames):
     """Prints one launch over rows. counters: of the loops over a thread's vectors. slot: where a
-    vector lies on chip. part: an element's place among those of a sum along rows.
+    vector lies on chip.
     """
 
     counters: tuple[str, ...] = ("k",)
@@ -331,9 +331,6 @@ class RowsPrinter(CudaNames):
 
     def fn(self, accumulator: Accumulator) -> str:
         return REDUCTIONS[accumulator.op.fn].cpp
-
-    def is_along(self, access: Access) -> bool:
-        return self.axis.name in access.strides
 
     def accumulate(self, accumulator: Accumulator) -> None:
         name = f"acc_{accumulator.op.name}"

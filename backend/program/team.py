@@ -9,7 +9,8 @@ While one row is computed the next one is on its way.
 A row that one block cannot hold in this way is held by two blocks, four or eight.
 
 Rows along two axes are segments, of which each band of a block's threads takes one at a time: the
-channels of a group, or the images of a batch where a channel is a row.
+channels of a group, or the images of a batch where a channel is a row. Where rows would lie across
+memory a team has several of them side by side, as columns.
 """
 
 from __future__ import annotations
@@ -132,13 +133,12 @@ def roomier(launch: Launch) -> Launch | None:
     narrower = replace(
         team, lanes=team.lanes // 2, vectors=team.vectors * 2, across=team.across * 2
     )
-    if narrower.across > WARP:
-        return None
-    if team.lanes > 1 and bytes >= WIDEST // 2:
+    is_one = team.lanes > 1 and narrower.across <= WARP
+    if is_one and bytes >= WIDEST // 2:
         return replace(launch, team=narrower)
     if blocks.programs > 1:
         return replace(launch, blocks=replace(blocks, programs=blocks.programs - 1))
-    return replace(launch, team=narrower) if team.lanes > 1 and bytes >= NARROWEST else None
+    return replace(launch, team=narrower) if is_one and bytes >= NARROWEST else None
 
 
 def groups(body: Sequence[Node]) -> list[list[Finish]]:

@@ -80,6 +80,11 @@ class Segments(Rows):
                 if axis in accumulator.op.axes:
                     return "sums of whole segments", str(accumulator.op)
                 node = Accumulate(_without(accumulator, segments))
+            case Accumulate(accumulator) if (
+                axis in accumulator.axes and segments in accumulator.op.axes
+            ):
+                # Each band has parts of its own of them, which nothing adds up.
+                return "sums along all of a row", str(accumulator.op)
             case Keep(value, axes, shared) | Recall(value, axes, shared) if (
                 segments in axes and axis not in axes
             ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import cuda_on_cpu
 import cuda_random
@@ -15,6 +16,8 @@ from cuda_norms import assert_text, check, regions, variants
 from triton_cases import Case
 from triton_regions import fill
 
+from normpass.backend.program.dialect import gpu_machine
+from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.program.machine import cuda_machine
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import size_classes
@@ -83,6 +86,28 @@ output  out: f32[r q c d] = y
 def test_values_of_segments(machine: str) -> None:
     plan = check(parse(KEPT.strip()), MACHINES[machine], machine)
     assert [len(launch.inner) for launch in plan.launches] == [2, 0, 2]
+
+
+POSITIONS = """
+region positions
+axes    r=40 q=2 c=3 d=64
+input   x: f32[r q c d]
+mean    = sum[c d](x)
+y       = sub(x, mean)
+places  = sum[r c](y)
+output  out: f32[r q c d] = y
+output  sums: f32[q d] = places
+"""
+
+
+def test_sums_over_segments_and_rows_are_refused() -> None:
+    """Each band would have a part of its own of them; without that sum there is a kernel."""
+    region = parse(POSITIONS.strip())
+    with pytest.raises(UnsupportedPlanError, match="expected sums along all of a row"):
+        make_plan(region, MACHINES["H200"])
+    assert not gpu_machine(region, (), 90).clusters
+    without = replace(region, ops=region.ops[:-1], outputs=region.outputs[:-1])
+    check(without, MACHINES["H200"], "without that sum")
 
 
 @pytest.mark.parametrize("images", [1, 5, 8, 13])
