@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cuda_rows import UNROLL, RowsPrinter
-from normpass.backend.codegen.text import TYPES, factor, index_expression
+from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.program.tree import (
     Begin,
     Compute,
@@ -51,19 +51,10 @@ class ColumnsPrinter(RowsPrinter):
         sizes = (team.threads, team.blocks, team.across, team.vectors, team.lanes)
         self.row("Columns", product(axis.extent for axis in self.rows), *sizes)
 
-    def places(self) -> None:
-        self.row_type()
-        self.line("ON_CHIP(chip);")
+    def adding_up(self) -> int:
         if self.team.together:
             self.line(f"Down<scalar, Row, {self.team.together}> down(chip);")
-        first = self.team.exchange
-        for load in self.on_chip:
-            kind = TYPES[load.access.buffer.dtype].cpp
-            name = load.access.buffer.name
-            self.line(f"const Slots<Row, {kind}, 1> slots_{name}(chip + {first});")
-            first += self.team.on_chip(load)
-        if self.team.blocks > 1:
-            self.line("device::cluster_barrier();  // all of its blocks are there")
+        return self.team.exchange
 
     def share(self) -> None:
         """Which columns a team has."""

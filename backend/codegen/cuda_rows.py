@@ -90,12 +90,7 @@ class RowsPrinter(CudaNames):
         team = self.team
         self.row_type()
         self.line("ON_CHIP(chip);")
-        if team.together:
-            self.line(f"Exchange<scalar, Row, {team.together}> exchange(chip);")
-        first = team.exchange
-        if team.exchange_of_bands:
-            self.line(f"Bands<scalar, Row, {team.apart}> bands(chip + {first});")
-            first += team.exchange_of_bands
+        first = self.adding_up()
         for load in self.on_chip:
             name, stages = load.access.buffer.name, team.stages if load in team.staged else 1
             kind = TYPES[load.access.buffer.dtype].cpp
@@ -103,6 +98,12 @@ class RowsPrinter(CudaNames):
             first += team.on_chip(load)
         if team.blocks > 1:
             self.line("device::cluster_barrier();  // all of its blocks are there")
+
+    def adding_up(self) -> int:
+        """What sums are added up by. Bytes on chip for that."""
+        if self.team.together:
+            self.line(f"Exchange<scalar, Row, {self.team.together}> exchange(chip);")
+        return self.team.exchange
 
     def row_type(self) -> None:
         """What says which elements of a row a thread has."""

@@ -57,6 +57,12 @@ class SegmentsPrinter(RowsPrinter):
         sizes = (team.threads, team.blocks, team.bands, team.turns, team.vectors, team.lanes)
         self.row("Segments", self.segments.extent, self.axis.extent, *sizes)
 
+    def adding_up(self) -> int:
+        first = super().adding_up()
+        if self.team.exchange_of_bands:
+            self.line(f"Bands<scalar, Row, {self.team.apart}> bands(chip + {first});")
+        return first + self.team.exchange_of_bands
+
     # -- turns
 
     @contextmanager
