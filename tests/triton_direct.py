@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import triton_oracles as mathematics
@@ -49,7 +49,7 @@ class Interpreted:
 
     launches = 0
 
-    def __init__(self, function: int, threads: int, shared: int, owner: Any) -> None:
+    def __init__(self, function: int, threads: int, shared: int, binary: Any, owner: Any) -> None:
         self.kernel = owner
 
     def __call__(self, blocks: int, parameters: Parameters, stream: ctypes.c_void_p) -> None:
@@ -74,6 +74,7 @@ class Compiled:
     """Stands for what a kernel of the interpreter would be compiled to."""
 
     function = 1
+    asm: ClassVar = {"cubin": b""}
 
     def __init__(self, interpreted: Any, arguments: tuple[Any, ...]) -> None:
         pairs = list(zip(interpreted.arg_names, arguments, strict=True))
@@ -82,7 +83,8 @@ class Compiled:
         kinds = {name: getattr(value, "dtype", "i64") for name, value in pairs}
         self.src = SimpleNamespace(signature=kinds | dict.fromkeys(self.constants, "constexpr"))
         target = SimpleNamespace(backend="cuda")
-        self.metadata = SimpleNamespace(target=target, num_ctas=1, num_warps=4, shared=0)
+        name = interpreted.__name__
+        self.metadata = SimpleNamespace(target=target, num_ctas=1, num_warps=4, shared=0, name=name)
 
 
 def main() -> None:

@@ -19,8 +19,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice as _libdevice
 
+from normpass.backend.program.counts import divide_up, larger, smaller
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from normpass.backend.program.counts import Count
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -218,9 +222,9 @@ def stages(card: Card, ahead: int, beside: int, programs: int) -> int:
     return max(1, min(MOST_STAGES, 1 + room // ahead))
 
 
-def share_count(programs: int, tiles: int, blocks: int) -> int:
+def share_count(programs: int, tiles: Count, blocks: Count) -> Count:
     """How many programs share an axis of so many blocks, where `tiles` stand side by side."""
-    return max(1, min(triton.cdiv(programs, max(tiles, 1)), blocks))
+    return larger(1, smaller(divide_up(programs, larger(tiles, 1)), blocks))
 
 
 if INTERPRETED:

@@ -16,15 +16,17 @@ memory a team has several of them side by side, as columns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
+from normpass.backend.program.counts import divide_up, larger, smaller
 from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.program.tree import Finish, Loop
+from normpass.passes.region import product
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from normpass.backend.program.counts import Count
     from normpass.backend.program.tree import Launch, Load, Node, Plan
 
 WARP = 32
@@ -152,13 +154,13 @@ def groups(body: Sequence[Node]) -> list[list[Finish]]:
     return found
 
 
-def share_count(launch: Launch, lengths: Mapping[str, int], teams: int) -> int:
+def share_count(launch: Launch, lengths: Mapping[str, Count], teams: int) -> Count:
     """How many teams share the rows of a launch, of so many that run at once. lengths: of its outer
     axes.
     """
     shares = launch.blocks.shares
     if not shares:
         return 1
-    tiles = prod(n for axis, n in lengths.items() if axis not in shares)
-    rows = prod(lengths[axis] for axis in shares)
-    return max(1, min(-(-teams // max(tiles, 1)), rows))
+    tiles = product(n for axis, n in lengths.items() if axis not in shares)
+    rows = product(lengths[axis] for axis in shares)
+    return larger(1, smaller(divide_up(teams, larger(tiles, 1)), rows))

@@ -72,13 +72,22 @@ def declaration(name: str, parameters: Sequence[str]) -> str:
     return f'extern "C" void {name}({", ".join(parameters)})'
 
 
+def parameters_of(region: Region) -> tuple[str, ...]:
+    """Those of a region's function."""
+    return (
+        *(f"const void* {buffer.name}" for buffer in region.inputs),
+        *(f"void* result_{k}" for k in range(len(region.results))),
+        *(f"int64_t n_{size}" for size in region.runtime_sizes),
+    )
+
+
 @cache
 def header() -> str:
     """What kernels are written in, as text that may stand in one file more than once."""
     texts = [path.read_text() for path in reversed(HEADERS)]
     own = {"#pragma once", *(f'#include "{path.name}"' for path in HEADERS)}
     lines = [line for text in texts for line in text.splitlines() if line not in own]
-    return _once("NORMPASS_WITHOUT_PYTHON", lines)
+    return once("NORMPASS_WITHOUT_PYTHON", (CONTRACTED, *lines, AS_BEFORE))
 
 
 @cache
@@ -92,23 +101,18 @@ def function(text: str, sizes: tuple[int, ...]) -> Function:
     plans = [make_plan(region, machine_of("cpu"), each) for each in dict.fromkeys(((), classes))]
     kernels = list(dict.fromkeys(map(cpp.generate_within, plans)))
     digest = hashlib.sha256("".join((header(), *kernels)).encode()).hexdigest()
-    name = f"normpass_{region.name}_{digest[:16]}"
-    parameters = (
-        *(f"const void* {buffer.name}" for buffer in region.inputs),
-        *(f"void* result_{k}" for k in range(len(region.results))),
-        *(f"int64_t n_{size}" for size in region.runtime_sizes),
-    )
+    name, parameters = f"normpass_{region.name}_{digest[:16]}", parameters_of(region)
     spaces = [f"normpass::{name}_{k}" for k in range(len(kernels))]
     lines = []
     for space, kernel in zip(spaces, kernels, strict=True):
         lines += [f"namespace {space} {{", *kernel.splitlines(), "}"]
     lines += [f"{declaration(name, parameters)} {{", *_launch(region, classes, spaces), "}"]
-    return Function(name, parameters, _once(f"HAS_{name}", lines))
+    return Function(name, parameters, once(f"HAS_{name}", (CONTRACTED, *lines, AS_BEFORE)))
 
 
-def _once(guard: str, lines: Sequence[str]) -> str:
-    around = (f"#ifndef {guard}", f"#define {guard}", CONTRACTED), (AS_BEFORE, "#endif", "")
-    return "\n".join((*around[0], *lines, *around[1]))
+def once(guard: str, lines: Sequence[str]) -> str:
+    """Text that may stand in a file more than once."""
+    return "\n".join((f"#ifndef {guard}", f"#define {guard}", *lines, "#endif", ""))
 
 
 def _launch(region: Region, classes: Sequence[SizeClass], spaces: Sequence[str]) -> Iterator[str]:
@@ -137,25 +141,40 @@ def _launch(region: Region, classes: Sequence[SizeClass], spaces: Sequence[str])
     yield f"  const bool past_caches = {traffic} > workers * {private_cache()}L;"
     call = "kernel(tensors, sizes, workers, past_caches);"
     for space in spaces[1:]:
-        conditions = " && ".join(
-            f"n_{size} <= {each.most} && n_{size} % {each.multiple} == 0"
-            for size, each in zip(region.runtime_sizes, classes, strict=True)
-        )
-        yield f"  if ({conditions}) return {space}::{call}"
+        yield f"  if ({are_of(region, classes)}) return {space}::{call}"
     yield f"  {spaces[0]}::{call}"
 
 
+def are_of(region: Region, classes: Sequence[SizeClass]) -> str:
+    """Whether a call's sizes are of some classes, as text."""
+    return " && ".join(
+        f"n_{size} <= {each.most} && n_{size} % {each.multiple} == 0"
+        for size, each in zip(region.runtime_sizes, classes, strict=True)
+    )
+
+
 def _of_nothing(region: Region, buffer: Buffer, extents: Mapping[str, Any]) -> str:
-    """What is read in place of a tensor that repeats its elements along an axis that is empty: it
-    has none, and a kernel reads them once, in front of the loop. No text where that cannot be.
-    """
-    repeated = {axis for dim in buffer.dims for axis in dim} - buffer.axes
-    sizes = [extents[axis] for axis in sorted(repeated)]
-    empty = [size for size in sizes if not (isinstance(size, int) and size > 0)]
-    if not empty:
+    """What is read in place of a tensor that has no elements. No text where it has some."""
+    if (repeats := repeated(buffer, extents)) is None:
         return ""
-    shape, strides = region.shape(buffer, extents), region.strides(buffer, extents)
-    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True) if step != 0)
-    room = f"({index_expression(last + 1)}) * sizeof({TYPES[buffer.dtype].cpp})"
-    is_empty = f"{index_expression(product(empty))} == 0"
+    count = index_expression(count_in_memory(region, buffer, extents))
+    room = f"({count}) * sizeof({TYPES[buffer.dtype].cpp})"
+    is_empty = f"{index_expression(repeats)} == 0"
     return f"  const std::vector<char> no_{buffer.name}({is_empty} ? {room} : 0);"
+
+
+def repeated(buffer: Buffer, extents: Mapping[str, Any]) -> Any:
+    """How often a tensor repeats its elements, where that may be never: it has none then, and a
+    kernel reads them all the same, once, in front of the loop. None where it has some.
+    """
+    others = {axis for dim in buffer.dims for axis in dim} - buffer.axes
+    sizes = [extents[axis] for axis in sorted(others)]
+    empty = [size for size in sizes if not (isinstance(size, int) and size > 0)]
+    return product(empty) if empty else None
+
+
+def count_in_memory(region: Region, buffer: Buffer, extents: Mapping[str, Any]) -> Any:
+    """Elements from a tensor's first to its last, where it repeats none too seldom."""
+    shape, strides = region.shape(buffer, extents), region.strides(buffer, extents)
+    pairs = zip(shape, strides, strict=True)
+    return 1 + sum((size - 1) * step for size, step in pairs if step != 0)

@@ -11,7 +11,7 @@ import torch
 
 from normpass.backend.program.team import shared_bytes, team_of
 from normpass.backend.run import nvrtc
-from normpass.backend.run.cuda_launch import DriverError, Loaded, enter_context
+from normpass.backend.run.cuda_launch import Binary, DriverError, Loaded, enter_context
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,7 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Function]:
     return {
         kernel.name: Function(
             checked(driver.cuModuleGetFunction(module, kernel.name.encode())),
-            *(kernel.launch, processors),
+            *(kernel.launch, processors, Binary(code, kernel.name)),
         )
         for kernel in source.kernels
     }
@@ -49,11 +49,11 @@ class Function(Loaded):
     thread has for registers that do not suffice.
     """
 
-    def __init__(self, function: Any, launch: Launch, processors: int) -> None:
+    def __init__(self, function: Any, launch: Launch, processors: int, binary: Binary) -> None:
         from cuda.bindings import driver
 
         self.team = team_of(launch)
-        super().__init__(int(function), self.team.threads, shared_bytes(launch))
+        super().__init__(int(function), self.team.threads, shared_bytes(launch), binary)
         self.kernel = function
         shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, shared, self.shared))

@@ -9,7 +9,7 @@ import ctypes
 import os
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,13 +24,24 @@ class DriverError(RuntimeError):
     """What the driver says of a call that failed."""
 
 
+class Binary(NamedTuple):
+    """Machine code, as a cubin, and the name of a kernel in it."""
+
+    code: bytes
+    kernel: str
+
+
 class Loaded:
     """A kernel on a device. function: the driver's handle of it. threads: of a block. shared: bytes
-    on chip that it is launched with. owner: what has to live as long.
+    on chip that it is launched with. binary: what it was loaded from. owner: what has to live as
+    long.
     """
 
-    def __init__(self, function: int, threads: int, shared: int, owner: object = None) -> None:
-        self.function, self.threads, self.shared, self.owner = function, threads, shared, owner
+    def __init__(
+        self, function: int, threads: int, shared: int, binary: Binary, owner: object = None
+    ) -> None:
+        self.function, self.threads, self.shared = function, threads, shared
+        self.binary, self.owner = binary, owner
         # What needs no conversion: with types declared ctypes takes three times as long.
         self._handle, self._launch = ctypes.c_void_p(function), library().cuLaunchKernel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,12 +14,14 @@ from normpass.backend.run.layouts import Laid, lie_as_planned, outputs_in, relai
 from normpass.backend.run.reference import evaluate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
+    from normpass.backend.program.counts import Count
     from normpass.backend.run.gpu_place import New
     from normpass.backend.run.layouts import Layout, Piece
+    from normpass.backend.run.prepared import Launches
     from normpass.passes.region import Region
 
     # Launches kernels with a region's inputs and outputs.
@@ -30,6 +32,21 @@ log = logging.getLogger(__name__)
 
 class NotBuiltError(Exception):
     """A kernel could not be built; its argument is the error that says why."""
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """A block that builds kernels.
+
+    Raises:
+        NotBuiltError: for what goes wrong in it, but for memory of the device that it lacks.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, NotBuiltError):
+        raise
+    except Exception as error:
+        raise NotBuiltError(error) from error
 
 
 class Ready(NamedTuple):
@@ -119,6 +136,20 @@ class GpuKernel:
         Raises:
             NotBuiltError: if that cannot be done.
         """
+        raise NotImplementedError
+
+    def launches(self, sizes: Sequence[Count], device: torch.device) -> Launches:
+        """What a call launches on a device, for sizes or for what stands for them (`size_symbol`),
+        where inputs begin with whole vectors.
+
+        Raises:
+            NotBuiltError: if the kernels cannot be built, or only their own library launches them.
+        """
+        with self._building, on(device):
+            return self._launches(sizes, device)
+
+    def _launches(self, sizes: Sequence[Count], device: torch.device) -> Launches:
+        """The same on the current device."""
         raise NotImplementedError
 
     def without(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from normpass.backend.codegen import cuda as generator
 from normpass.backend.codegen.cuda_names import SHARES
+from normpass.backend.program.counts import counted, divide_up
 from normpass.backend.program.plan import make_plan
 from normpass.backend.program.sizes import symbol
 from normpass.backend.program.team import roomier, share_count, team_of
-from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError
+from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError, building
 from normpass.backend.run.layouts import copied
 from normpass.backend.run.prepared import (
     VECTOR,
     Function,
     Launch,
+    Launches,
     OfPiece,
     OfTensor,
     Prepared,
@@ -31,14 +31,17 @@ from normpass.passes.region import product
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from normpass.backend.codegen.cuda import CudaSource
     from normpass.backend.program import tree
+    from normpass.backend.program.counts import Count
     from normpass.backend.program.machine import Machine
     from normpass.backend.program.sizes import SizeClass
     from normpass.backend.program.tree import Plan
     from normpass.backend.run.gpu_kernel import Run
+    from normpass.backend.run.prepared import Argument
     from normpass.passes.region import Region
 
 
@@ -77,14 +80,21 @@ class CudaKernel(GpuKernel):
         self._other: GpuKernel | None = None
 
     def _prepare(self, sizes: tuple[int, ...], device: torch.device) -> Run:
+        with building():
+            return self._calls_on(device).prepare(sizes, device)
+
+    def _launches(self, sizes: Sequence[Count], device: torch.device) -> Launches:
         try:
-            if device.index not in self._calls:
-                self._calls[device.index] = self._built(device)
-            return self._calls[device.index].prepare(sizes, device)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise NotBuiltError(error) from error
+            with building():
+                return self._calls_on(device).launches(sizes)
+        except NotBuiltError as error:
+            self._fail(error.args[0])
+            return self._instead().launches(sizes, device)
+
+    def _calls_on(self, device: torch.device) -> Calls:
+        if device.index not in self._calls:
+            self._calls[device.index] = self._built(device)
+        return self._calls[device.index]
 
     def _built(self, device: torch.device) -> Calls:
         """The kernels on a device. Those whose registers do not suffice are built again for teams
@@ -104,8 +114,11 @@ class CudaKernel(GpuKernel):
     def without(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         if not self._failed:  # nothing can be launched for these sizes
             return super().without(inputs, sizes)
+        return self._instead()(inputs, sizes)
+
+    def _instead(self) -> GpuKernel:
         self._other = self._other or self.otherwise()
-        return self._other(inputs, sizes)
+        return self._other
 
 
 class Calls:
@@ -131,14 +144,15 @@ class Calls:
         ]
         return min(max(found), VECTOR) if found else None
 
-    def prepare(self, sizes: tuple[int, ...], device: torch.device) -> Prepared:
-        """The launches for some sizes."""
+    def launches(self, sizes: Sequence[Count]) -> Launches:
+        """The launches for some sizes, or for what stands for them."""
         known = dict(zip(self.plan.region.runtime_sizes, sizes, strict=True))
         symbols = {symbol(name): size for name, size in known.items()}
-        lengths = {axis.name: int(axis.extent.subs(symbols)) for axis in self.plan.axes}
-        arguments: dict[str, int | OfTensor | OfPiece] = {**self.tensors}
+        lengths = {axis.name: counted(axis.extent, symbols) for axis in self.plan.axes}
+        arguments: dict[str, Argument] = {**self.tensors}
         arguments |= {f"n_{name}": size for name, size in known.items()}
-        launches, size = [], 0
+        launches: list[Launch] = []
+        size: Count = 0
         for kernel in self.source.kernels:
             function, launch = self.functions[kernel.name], kernel.launch
             outer = {axis.name: lengths[axis.name] for axis in launch.outer}
@@ -156,9 +170,14 @@ class Calls:
                     count *= parts
                 arguments[f"{kind}_{space.value}"] = OfPiece(size)
                 size += whole(count * team_of(launch).width)
-            if blocks := blocks_of(launch, outer, shares):
+            if (blocks := blocks_of(launch, outer, shares)) != 0:
                 taken = tuple(arguments[name] for name in kernel.arguments)
                 launches.append(Launch(function, blocks, taken))
+        return Launches(launches, size)
+
+    def prepare(self, sizes: tuple[int, ...], device: torch.device) -> Prepared:
+        """A call for some sizes."""
+        launches, size = self.launches(sizes)
 
         def copied_first(tensors: Sequence[Tensor]) -> None:
             pairs = zip(tensors, self.aligned, strict=True)
@@ -169,15 +188,15 @@ class Calls:
         return prepared
 
 
-def blocks_of(launch: tree.Launch, outer: Mapping[str, int], shares: int) -> int:
+def blocks_of(launch: tree.Launch, outer: Mapping[str, Count], shares: Count) -> Count:
     """A launch's grid. outer: the lengths of its outer axes."""
     team, blocks = team_of(launch), launch.blocks
     if launch.inner:
         others = outer.keys() - set(blocks.shares)
-        tiles = product(-(-outer[axis] // blocks.size[axis]) for axis in others)
+        tiles = product(divide_up(outer[axis], blocks.size[axis]) for axis in others)
         return (shares if blocks.shares else 1) * tiles * team.blocks
     at_a_time = team.threads // launch.blocks.parts
-    return -(-product(outer.values()) // at_a_time)
+    return divide_up(product(outer.values()), at_a_time)
 
 
 def aligned(tensor: Tensor, to: int) -> Tensor:

@@ -38,8 +38,13 @@ def kernel(text: str, sizes: tuple[int, ...], device: int | None = None) -> GpuK
     Raises:
         UnsupportedPlanError: if there is none.
     """
+    return kernel_for(text, size_classes(sizes), device)
+
+
+def kernel_for(text: str, classes: tuple[SizeClass, ...], device: int | None = None) -> GpuKernel:
+    """That of run-time sizes of some classes, or of all sizes where there are none."""
     found = 0 if device is None else capability(device)
-    return _kernel(text, size_classes(sizes), found, device is not None)
+    return _kernel(text, classes, found, device is not None)
 
 
 def start(text: str, sizes: tuple[int, ...], device: torch.device) -> Future[None]:

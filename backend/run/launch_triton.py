@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.backend.codegen import triton as generator
+from normpass.backend.program.counts import divisor
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
-from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError
+from normpass.backend.program.sizes import symbol
+from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError, building
+from normpass.backend.run.layouts import pieces
+from normpass.backend.run.prepared import VECTOR, OfTensor
 from normpass.backend.run.toolchain import cache_dir
-from normpass.backend.run.triton_launches import prepared, record
+from normpass.backend.run.triton_launches import Slot, launches, prepared, record
 from normpass.passes import faults
 
 if TYPE_CHECKING:
@@ -32,8 +36,10 @@ if TYPE_CHECKING:
 
     from normpass.backend.codegen.triton_kernel import Kernel
     from normpass.backend.codegen.triton_library import Card
+    from normpass.backend.program.counts import Count
     from normpass.backend.program.sizes import SizeClass
     from normpass.backend.run.gpu_kernel import Run
+    from normpass.backend.run.prepared import Launches
     from normpass.backend.run.triton_launches import Launched, Recording
     from normpass.passes.region import Region
 
@@ -93,15 +99,36 @@ class TritonKernel(GpuKernel):
         setting: Setting = USUAL,
     ) -> None:
         super().__init__(region)
-        self.setting = setting
+        self.setting, self.classes = setting, classes
         self.source = generator.generate(make_plan(region, machine, classes))
-        outputs = (output.buffer for output in region.outputs)
-        self._dtypes = [buffer.dtype for buffer in (*region.inputs, *outputs)]
         self._cards: dict[int | None, Card] = {}  # by device: what its kernels turned out to fit
 
     def _prepare(self, sizes: tuple[int, ...], device: torch.device) -> Run:
-        """Kernels whose registers do not suffice are built again for fewer programs at once, and
-        those that turn out to take more than the device has, to fetch nothing ahead.
+        run, built = self._recorded(sizes, device)
+        card = self._cards[device.index]
+
+        def launched_by_triton(tensors: Sequence[Tensor]) -> None:
+            run(tensors, sizes, card)
+
+        with faults.survived("preparing launches", "a region", "Triton launches its kernels"):
+            tensors = len(self.region.inputs) + len(self.region.outputs)
+            direct = prepared(built, tensors, device, launched_by_triton)
+            if direct and built.launches:
+                return direct
+        return launched_by_triton
+
+    def _launches(self, sizes: Sequence[Count], device: torch.device) -> Launches:
+        _, built = self._recorded(sizes, device)
+        if (found := launches(built)) is None:
+            raise NotBuiltError(NotImplementedError("only Triton launches what it compiled"))
+        return found
+
+    def _recorded(
+        self, sizes: Sequence[Count], device: torch.device
+    ) -> tuple[Callable[..., None], Recording]:
+        """A module's `run` and what it launches. Kernels whose registers do not suffice are built
+        again for fewer programs at once, and those that turn out to take more than the device has,
+        to fetch nothing ahead.
         """
         from triton.runtime.errors import TritonError
 
@@ -115,32 +142,36 @@ class TritonKernel(GpuKernel):
                 found = error
         raise NotBuiltError(found)
 
-    def _fitted(self, sizes: tuple[int, ...], device: torch.device, card: Card) -> Run:
+    def _fitted(
+        self, sizes: Sequence[Count], device: torch.device, card: Card
+    ) -> tuple[Callable[..., None], Recording]:
         run, built = self._compiled(sizes, device, card)
         while crowded := _crowded(built.launches, card):
             card = replace(card, fitting={**card.fitting, **crowded})
             run, built = self._compiled(sizes, device, card)
         self._cards[device.index] = card
-
-        def launched_by_triton(tensors: Sequence[Tensor]) -> None:
-            run(tensors, sizes, card)
-
-        with faults.survived("preparing launches", "a region", "Triton launches its kernels"):
-            direct = prepared(built, len(self._dtypes), device, launched_by_triton)
-            if direct and built.launches:
-                return direct
-        return launched_by_triton
+        return run, built
 
     def _compiled(
-        self, sizes: tuple[int, ...], device: torch.device, card: Card
+        self, sizes: Sequence[Count], device: torch.device, card: Card
     ) -> tuple[Callable[..., None], Recording]:
-        try:
+        with building():
             run = load(self.source.text).run
-            return run, record(run, self._dtypes, device, sizes, card)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise NotBuiltError(error) from error
+            return run, record(run, _slots(self.region, sizes, device), sizes, self.classes, card)
+
+
+def _slots(region: Region, sizes: Sequence[Count], device: torch.device) -> list[Slot]:
+    """What stands for a region's tensors. Outputs that are parts of a result may begin anywhere."""
+    begins = [0] * len(region.inputs)
+    pairs = zip(region.runtime_sizes, sizes, strict=True)
+    known = [size if isinstance(size, int) else symbol(name) for name, size in pairs]
+    parts = pieces(region, region.extents(known))
+    begins += [divisor(part.offset) * part.layout.dtype.itemsize % VECTOR for part in parts]
+    buffers = (*region.inputs, *(output.buffer for output in region.outputs))
+    return [
+        Slot(OfTensor(k), buffer.dtype, device, begin)
+        for k, (buffer, begin) in enumerate(zip(buffers, begins, strict=True))
+    ]
 
 
 def _crowded(launches: Sequence[Launched], card: Card) -> dict[str, int]:

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from normpass.backend.program.counts import divide_up
 from normpass.backend.run.gpu_place import memory_of, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from normpass.backend.program.counts import Count
 
     Parameters = ctypes.Array[ctypes.c_void_p]
 
@@ -50,15 +53,28 @@ class OfTensor:
 class OfPiece:
     """An argument: an address in the piece of memory, by bytes from its beginning."""
 
-    offset: int
+    offset: Count
+
+
+if TYPE_CHECKING:
+    Argument = Count | OfTensor | OfPiece
 
 
 class Launch(NamedTuple):
     """A kernel, its grid, and its arguments."""
 
     function: Function
-    blocks: int
-    arguments: tuple[int | OfTensor | OfPiece, ...]
+    blocks: Count
+    arguments: tuple[Argument, ...]
+
+
+class Launches(NamedTuple):
+    """All launches of a region, and the bytes of the piece of memory that their arrays lie in:
+    numbers for sizes that are known, and expressions of those that are not.
+    """
+
+    launches: Sequence[Launch]
+    size: Count
 
 
 class Prepared:
@@ -128,6 +144,6 @@ class Cells:
         ]
 
 
-def whole(size: int) -> int:
+def whole(size: Count) -> Count:
     """Bytes of an array of so many, up to where the next one begins."""
-    return -(-size // SECTOR) * SECTOR
+    return divide_up(size, SECTOR) * SECTOR

@@ -10,49 +10,58 @@ Uses of Triton here were checked on 3.6 and 3.9.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import sympy
 import torch
 
-from normpass.backend.run.cuda_launch import Loaded
-from normpass.backend.run.prepared import Launch, OfPiece, OfTensor, Prepared, whole
+from normpass.backend.program.counts import divide_up, divisor
+from normpass.backend.run.cuda_launch import Binary, Loaded
+from normpass.backend.run.prepared import Launch, Launches, OfPiece, OfTensor, Prepared, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from normpass.backend.codegen.triton_library import Card
+    from normpass.backend.program.counts import Count
+    from normpass.backend.program.sizes import SizeClass
 
 WARP = 32
+# Integers that fit 32 bits, and 64 alone, which are odd and not 1.
+NARROW, WIDE = 3, 2**33 + 1
 # Arguments that a kernel has after its own: memory that it may ask for, global and of a profiler.
 SCRATCH = (0, 0)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor, or an array in a piece of memory. They begin where vectors do."""
+    """Stands for a tensor, or an array in a piece of memory. begin: an address such as it has; all
+    but some outputs that are parts of results begin where vectors do.
+    """
 
     argument: OfTensor | OfPiece
     dtype: torch.dtype
     device: torch.device
+    begin: int = 0
 
     def data_ptr(self) -> int:
-        return 0
+        return self.begin
 
     def view(self, dtype: torch.dtype) -> Slot:
-        return Slot(self.argument, dtype, self.device)
+        return replace(self, dtype=dtype)
 
 
 class _Memory:
     """Stands for the torch of a module: its arrays lie in a piece of memory. size: of that."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size: Count = 0
 
-    def empty(self, count: int, *, dtype: torch.dtype, device: torch.device) -> Slot:
+    def empty(self, count: Count, *, dtype: torch.dtype, device: torch.device) -> Slot:
         slot = Slot(OfPiece(self.size), dtype, device)
         self.size += whole(count * dtype.itemsize)
         return slot
@@ -61,12 +70,18 @@ class _Memory:
         return getattr(torch, name)
 
 
+class _Triton:
+    """Stands for the triton of a module: it counts in whatever stands for sizes."""
+
+    cdiv = staticmethod(divide_up)
+
+
 class Launched(NamedTuple):
     """A launch. function: Triton's; kernel: what it was compiled to."""
 
     function: Any
     kernel: Any
-    grid: tuple[int, ...]
+    grid: tuple[Count, ...]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -75,28 +90,30 @@ class Recording(NamedTuple):
     """All launches, and the size in bytes of the piece of memory that their arrays lie in."""
 
     launches: list[Launched]
-    size: int
+    size: Count
 
 
 def record(
     run: Callable[..., None],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-    sizes: Sequence[int],
+    slots: Sequence[Slot],
+    sizes: Sequence[Count],
+    classes: Sequence[SizeClass],
     card: Card,
 ) -> Recording:
     """Compiles every kernel that `run`, a generated module's, launches, and launches none.
 
-    dtypes: of its tensors. Triton's interpreter has nothing to compile, and nothing is recorded.
+    slots: of its tensors. sizes: of the run, or what stands for them, which are of these classes,
+    or any where there are none. Triton's interpreter has nothing to compile, and nothing is
+    recorded.
     """
     names = run.__globals__
     found: list[Launched] = []
-    kernels = {k: _Kernel(v, found) for k, v in names.items() if _is_kernel(v)}
+    like = Examples(dict(zip(sizes, classes, strict=True)) if classes else {})
+    kernels = {k: _Kernel(v, found, like) for k, v in names.items() if _is_kernel(v)}
     memory = _Memory()
     if kernels:
-        slots = [Slot(OfTensor(k), dtype, device) for k, dtype in enumerate(dtypes)]
-        recorder = FunctionType(run.__code__, {**names, **kernels, "torch": memory})
-        recorder(slots, sizes, card)
+        stand_ins = {**kernels, "torch": memory, "triton": _Triton}
+        FunctionType(run.__code__, {**names, **stand_ins})(slots, sizes, card)
     return Recording(found, memory.size)
 
 
@@ -106,15 +123,35 @@ def _is_kernel(value: object) -> bool:
     return isinstance(value, JITFunction)
 
 
+@dataclass(frozen=True)
+class Examples:
+    """Integers for expressions of sizes, as good as any that those can be: Triton compiles for how
+    wide an integer is, for 1, and for multiples of 16. classes: of the sizes.
+    """
+
+    classes: Mapping[Count, SizeClass]
+
+    def __call__(self, argument: Any) -> Any:
+        if not isinstance(argument, sympy.Expr):
+            return argument
+        multiples = {size: each.multiple for size, each in self.classes.items()}
+        most = argument.subs({size: each.most for size, each in self.classes.items()})
+        is_narrow = most.is_Integer and most < 2**31
+        return divisor(argument, multiples) * (NARROW if is_narrow else WIDE)
+
+
 class _Kernel:
-    """Stands for a kernel: launched, it is compiled and noted."""
+    """Stands for a kernel: launched, it is compiled and noted. like: what it is compiled for in an
+    argument's stead.
+    """
 
-    def __init__(self, function: Any, found: list[Launched]) -> None:
-        self.function, self.found = function, found
+    def __init__(self, function: Any, found: list[Launched], like: Examples) -> None:
+        self.function, self.found, self.like = function, found, like
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[Count, ...]) -> Callable[..., None]:
         def note(*arguments: Any, **options: Any) -> None:
-            kernel = self.function.warmup(*arguments, grid=grid, **options)
+            given = map(self.like, arguments)
+            kernel = self.function.warmup(*given, grid=(1,), **options)
             self.found.append(Launched(self.function, kernel, grid, arguments, options))
 
         return note
@@ -126,14 +163,20 @@ def prepared(
     device: torch.device,
     otherwise: Callable[[Sequence[Tensor]], None],
 ) -> Prepared | None:
-    """The launches for NVIDIA's driver; None where Triton's own launcher does more than that.
+    """A call of NVIDIA's driver; None where Triton's own launcher does more than that.
 
     tensors, otherwise: as `Prepared` has them.
     """
+    found = launches(recording)
+    return found and Prepared(found.launches, tensors, found.size, device, otherwise)
+
+
+def launches(recording: Recording) -> Launches | None:
+    """The launches for NVIDIA's driver; None where Triton's own launcher does more than that."""
     if torch.version.hip or not all(_is_plain(each.kernel) for each in recording.launches):
         return None
-    launches = [_launch(each) for each in recording.launches if all(each.grid)]
-    return Prepared(launches, tensors, recording.size, device, otherwise)
+    found = [_launch(each) for each in recording.launches if 0 not in each.grid]
+    return Launches(found, recording.size)
 
 
 # What Triton's launcher provides for, where a kernel asks for it.
@@ -160,7 +203,8 @@ def _is_plain(kernel: Any) -> bool:
 def _launch(launched: Launched) -> Launch:
     kernel = launched.kernel
     threads = WARP * kernel.metadata.num_warps
-    function = Loaded(kernel.function, threads, kernel.metadata.shared, owner=kernel)
+    binary = Binary(kernel.asm["cubin"], kernel.metadata.name)
+    function = Loaded(kernel.function, threads, kernel.metadata.shared, binary, owner=kernel)
     (blocks,) = launched.grid
     kinds = kernel.src.signature.values()
     given = (

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from normpass.backend.program.counts import Count
     from normpass.backend.run.gpu_kernel import Run
+    from normpass.backend.run.prepared import Launches
 
     Clock = Callable[[Run, Sequence[Tensor], torch.device], float]
 
@@ -55,6 +57,12 @@ class TunedKernel(GpuKernel):
                 self.chosen[device.index] = known
                 return run
         return self._choose(sizes, device)
+
+    def _launches(self, sizes: Sequence[Count], device: torch.device) -> Launches:
+        """Those of what was chosen before, and of the usual form where nothing was."""
+        usual = next(iter(self.forms))
+        known = self.chosen.get(device.index) or self._recalled(device) or usual
+        return self.forms[known].launches(sizes, device)
 
     def _choose(self, sizes: tuple[int, ...], device: torch.device) -> Run:
         """Times all forms, and keeps the fastest."""

@@ -71,9 +71,9 @@ def test_a_kernel_that_cannot_be_built_runs_unfused_with_one_warning(
 def test_building_compiles_every_kernel_and_launches_none() -> None:
     kernel = kernel_of(triton_regions.LAYER_NORM_BACKWARD, 64)
     run = launch_triton.load(kernel.source.text).run
+    slots = launch_triton._slots(kernel.region, (6,), torch.device("cpu"))
     with fake_gpu(AssertionError("launched")):
-        card = Card(132, 228 << 10, 227 << 10)
-        record(run, kernel._dtypes, torch.device("cpu"), (6,), card)
+        record(run, slots, (6,), (), Card(132, 228 << 10, 227 << 10))
     assert len(kernel.source.kernels) > 1
     for printed in kernel.source.kernels:
         cached = run.__globals__[printed.name].device_caches[0][0]

@@ -108,6 +108,23 @@ extern "C" int cuGetProcAddress(const char* name, void** function, int version, 
 }
 // What normpass calls without the bindings.
 extern "C" {
+int cuCtxGetDevice(int* device) { *device = 0; return current ? SUCCESS : INVALID_CONTEXT; }
+int cuModuleLoadData(void** module, const void* code) { return load(module, code); }
+int cuModuleUnload(void* module) { return dlclose(module) ? INVALID_VALUE : SUCCESS; }
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  return function_of(function, module, name);
+}
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  return set_attribute(function, attribute, value);
+}
+int cuMemcpyDtoDAsync(uint64_t to, uint64_t from, std::size_t size, void*) {
+  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), size);
+  return SUCCESS;
+}
+int cuMemsetD8Async(uint64_t to, unsigned char byte, std::size_t size, void*) {
+  std::memset(reinterpret_cast<void*>(to), byte, size);
+  return SUCCESS;
+}
 int cuCtxGetCurrent(void** context) { return get_current(context); }
 int cuCtxSetCurrent(void* context) { return set_current(context); }
 int cuDeviceGet(int* device, int ordinal) { return get_device(device, ordinal); }

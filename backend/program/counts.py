@@ -1,0 +1,71 @@
+"""Numbers of launches: integers, or expressions of run-time sizes where code without Python works
+them out (run/gpu_function.py).
+
+torch.utils._sympy (Max, Min, FloorDiv, CppPrinter) is private; checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
+
+import sympy
+from torch.utils._sympy.functions import FloorDiv, Max, Min
+from torch.utils._sympy.printers import CppPrinter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Count: TypeAlias = int | sympy.Expr
+NOTHING_KNOWN: Mapping[Count, int] = MappingProxyType({})
+
+
+def size_symbol(name: str) -> sympy.Symbol:
+    """A run-time size of which only a call knows how large it is. It may be 0."""
+    return sympy.Symbol(f"n_{name}", integer=True, nonnegative=True)
+
+
+def counted(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Count]) -> Count:
+    """An expression of sizes for those of a call: an integer if they are."""
+    found = expression.subs(sizes)
+    return int(found) if found.is_Integer else found
+
+
+def larger(one: Count, other: Count) -> Count:
+    if isinstance(one, int) and isinstance(other, int):
+        return max(one, other)
+    return Max(one, other)
+
+
+def smaller(one: Count, other: Count) -> Count:
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
+    return Min(one, other)
+
+
+def divide_up(one: Count, other: Count) -> Count:
+    """A quotient, rounded up."""
+    return -(-one // other)
+
+
+def divisor(count: Count, multiples: Mapping[Count, int] = NOTHING_KNOWN) -> int:
+    """A number that divides a count, the largest that is known to. multiples: what divides sizes,
+    by their symbol.
+    """
+    factors = {size: multiple * size for size, multiple in multiples.items()}
+    expression = sympy.sympify(count).subs(factors, simultaneous=True)
+    coefficient, _ = expression.as_coeff_Mul()
+    return int(coefficient) if coefficient.is_Integer else 1
+
+
+def cpp(count: Count) -> str:
+    """The text of an int64_t in C++."""
+    if isinstance(count, int):
+        return f"INT64_C({count})"
+    text: str = CppPrinter().doprint(count.replace(sympy.floor, _quotient))
+    return text
+
+
+def _quotient(expression: sympy.Expr) -> sympy.Expr:
+    """A quotient that is rounded down, in integers alone."""
+    return FloorDiv(*sympy.together(expression).as_numer_denom())
