@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normpass.backend.explain import dump, record
-from normpass.backend.inductor import donated, inductor_call, rest
+from normpass.backend.inductor import donated, inductor_call, rest, written
 from normpass.backend.inductor.memory_format import as_expected
 from normpass.backend.program.traffic import traffic
 from normpass.backend.run import toolchain
@@ -61,9 +61,9 @@ def fuse_regions(graph: Graph, settings: Options) -> None:
     )
     if for_inductor:
         inductor_call.install()
-    else:
+    if not for_inductor or written.is_cpp():
         with faults.survived("the start of kernels", "a graph", "They are built when they run"):
-            _start(decisions)
+            _start(decisions, for_inductor)
     with faults.survived("the record of what was fused", "a graph", "Reports lack it"):
         record.decisions(decisions)
         record.after(before, graph, decisions)
@@ -184,8 +184,17 @@ def _missing(lowered: Lowered) -> str | None:
     return None
 
 
-def _start(decisions: Sequence[Decision]) -> None:
-    """Begins to compile the kernels of a graph that nothing lowers."""
+def _start(decisions: Sequence[Decision], in_cpp: bool) -> None:
+    """Begins to compile the kernels of a graph that nothing lowers, or that C++ calls, for which
+    lowering waits. in_cpp: C++ has those of CPUs in it.
+    """
     for decision in decisions:
-        if isinstance(decision, Fused) and decision.device == "cpu":
+        if not isinstance(decision, Fused):
+            continue
+        if decision.device == "cuda" and torch.cuda.is_available():
+            from normpass.backend.run import launch_gpu
+
+            device = torch.device("cuda", torch.cuda.current_device())
+            launch_gpu.start(decision.text, decision.sizes, device)
+        elif decision.device == "cpu" and not in_cpp:
             kernel(decision.text, decision.sizes)

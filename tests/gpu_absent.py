@@ -142,6 +142,7 @@ def empty(like: Tensor) -> Tensor:
 
 def printed(function: Callable[..., Sequence[Tensor]], *shapes: Sequence[int]) -> str:
     """Inductor's code of a function of tensors of these shapes on the GPU: a module's text."""
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -151,5 +152,5 @@ def printed(function: Callable[..., Sequence[Tensor]], *shapes: Sequence[int]) -
             tensors = [torch.empty(*shape, device="cuda") for shape in shapes]
             module = make_fx(function)(*tensors)
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
-            compile_fx_inner(module, tensors)
+            compile_fx_inner(module, tensors, cpp_wrapper=inductor_config.cpp_wrapper)
     return found[0]

@@ -5,8 +5,8 @@ kernel directly instead: on CPUs, with caches swept by the tensors of a step, th
 dispatcher costs about 40 us, as much as a twentieth of a backward over 50 MB; on GPUs a call has to
 be over before the kernels that it launches are.
 
-Code without Python has the kernel in it where it runs on CPUs (cpp_call.py). On GPUs regions stay
-with Inductor there, as they do where its code is a graph (`no_call`).
+Code without Python has the kernel in it (cpp_call.py). Where Inductor's code is a graph, regions
+stay with it (`no_call`), and where kernels of a GPU turn out not to be built (unfused.py).
 
 Uses of torch._inductor here (ir.FallbackKernel and MultiOutput, register_lowering, add_import_once,
 config.cpp_wrapper and fx_wrapper, config.emulate_precision_casts, V.aot_compilation,
@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from normpass.backend.inductor import bundled, cpp_call, written
+from normpass.backend.inductor import bundled, cpp_call, unfused, written
 from normpass.backend.inductor.dying import dying, keep
 from normpass.backend.inductor.images import images
 from normpass.backend.inductor.memory_format import Wishes, settled
 from normpass.backend.inductor_mistakes.mistake import wrap
+from normpass.backend.run.gpu_kernel import NotBuiltError
 from normpass.backend.run.op import print_for, region_op
 from normpass.backend.run.runtime import kernel
 from normpass.passes import faults
@@ -71,7 +72,10 @@ def no_call(device: str) -> str | None:
     if not written.is_cpp():
         return None
     if device != "cpu":
-        return "C++ calls what is compiled (AOTInductor, cpp_wrapper), and Python this GPU kernel"
+        from normpass.backend.run import gpu_function
+
+        if reason := gpu_function.refused():
+            return f"C++ calls what is compiled: {reason}"
     if config.aot_inductor.allow_stack_allocation:
         return "allow_stack_allocation: what lies on the stack is no tensor that a kernel is given"
     if not install():
@@ -219,9 +223,14 @@ def _install() -> None:
             if not in_cpp:
                 _start(text, example, inputs[0].get_device(), V.graph)
         if in_cpp:
-            if call is anywhere:
-                inputs = cpp_call.laid_out(text, sizes, inputs)
-            return tree_map(ir.TensorBox.create, cpp_call.results(text, sizes, example, inputs))
+            laid_out = cpp_call.laid_out(text, sizes, inputs) if call is anywhere else inputs
+            with faults.survived("printing its function", "a region", "It stays with Inductor"):
+                try:
+                    found = cpp_call.results(text, sizes, example, laid_out)
+                    return tree_map(ir.TensorBox.create, found)
+                except (NotBuiltError, NotImplementedError) as error:
+                    log.warning("a region stays with Inductor: %s", error)
+            return unfused.lowered(V.graph.current_node, inputs)
         results: Any = call.create(region_op, inputs, sizes, text)
         for result in results:
             result.inputs[0].text, result.inputs[0].sizes = text, example

@@ -35,8 +35,9 @@ from normpass.backend.run.prepared import OfPiece, OfTensor
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from normpass.backend.program.counts import Count
     from normpass.backend.run.prepared import Argument, Launches
     from normpass.passes.region import Region
 
@@ -51,25 +52,30 @@ def header() -> str:
 
 
 @cache
-def function(text: str, sizes: tuple[int, ...], device: torch.device) -> Function:
+def function(
+    text: str, sizes: tuple[int, ...], device: torch.device, *, has_others: bool = True
+) -> Function:
     """The function of a region's text, which ends with the stream that it launches on.
 
     sizes: its run-time sizes in the example that the graph was traced with. The kernels that are
     planned for sizes such as these run for them, and those that hold for all sizes for others.
+    has_others: whether there will be others; else these are as good as known.
 
     Raises:
         NotBuiltError: if kernels cannot be built.
         UnsupportedPlanError: if there are none.
     """
     region, classes = parse(text), size_classes(sizes)
-    symbols = [size_symbol(name) for name in region.runtime_sizes]
+    given: Sequence[Count] = sizes
+    if has_others:
+        given = [size_symbol(name) for name in region.runtime_sizes]
     found = {
-        each: launch_gpu.kernel_for(text, each, device.index).launches(symbols, device)
-        for each in dict.fromkeys((classes, ()))
+        each: launch_gpu.kernel_for(text, each, device.index).launches(given, device)
+        for each in (dict.fromkeys((classes, ())) if has_others else (classes,))
     }
     code = Code()
     branches = [
-        (are_of(region, each) if each else "", [*code.of(launches)])
+        (are_of(region, each) if each and has_others else "", [*code.of(launches)])
         for each, launches in found.items()
     ]
     signature = *parameters_of(region), "CUstream stream"

@@ -14,14 +14,40 @@ from normpass.backend.run.layouts import Layout, outputs_in, pieces
 from normpass.passes.region import Buffer, Op, Region, product
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
 
 def evaluate(region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     """The region's outputs: inputs as its text describes them, sizes its run-time sizes."""
-    extents = region.extents(sizes)
+    extents, device = region.extents(sizes), inputs[0].device
+    results = [Layout.of_result(region, each, extents).empty(device) for each in region.results]
+    tensors = outputs_in(results, pieces(region, extents), torch.as_strided)
+    for tensor, value in zip(tensors, _outputs(region, inputs, extents), strict=True):
+        tensor.copy_(value)
+    return results
+
+
+def out_of_place(
+    region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]
+) -> Iterator[Tensor]:
+    """The same values, wherever they lie, by operators that write over nothing."""
+    values = _outputs(region, inputs, region.extents(sizes))
+    for result in region.results:
+        parts = [next(values).to(buffer.dtype) for buffer in result.buffers]
+        if not result.is_joined:
+            yield from parts
+        elif result.in_turn:
+            yield torch.stack(parts, result.dim + 1).flatten(result.dim, result.dim + 1)
+        else:
+            yield torch.cat(parts, result.dim)
+
+
+def _outputs(
+    region: Region, inputs: Sequence[Tensor], extents: Mapping[str, int]
+) -> Iterator[Tensor]:
+    """The values of the outputs, in order, in the shapes of their tensors."""
     axes = [axis.name for axis in region.axes]
     values: dict[str, Tensor] = {}
     for buffer, tensor in zip(region.inputs, inputs, strict=True):
@@ -29,11 +55,9 @@ def evaluate(region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]) -> 
     device = inputs[0].device
     for op in region.ops:
         values[op.name] = _apply(op, values, axes, extents, region.compute_dtype, device)
-    results = [Layout.of_result(region, each, extents).empty(device) for each in region.results]
-    tensors = outputs_in(results, pieces(region, extents), torch.as_strided)
-    for output, tensor in zip(region.outputs, tensors, strict=True):
-        _leave(tensor, output.buffer, values[output.value], axes, extents)
-    return results
+    for output in region.outputs:
+        value = _over_dims(values[output.value], output.buffer, axes, extents)
+        yield value.reshape(region.shape(output.buffer, extents))
 
 
 def _over_axes(
@@ -77,7 +101,7 @@ def _apply(
         if isinstance(arg, str):
             args.append(values[arg].to(dtype))
         else:  # at once in this dtype: a number's own is float32
-            args.append(torch.tensor(arg, dtype=dtype, device=device))
+            args.append(torch.full([], arg, dtype=dtype, device=device))
     return row.eager(*args)
 
 
@@ -91,12 +115,11 @@ def _reduce(op: Op, value: Tensor, axes: Sequence[str]) -> Tensor:
     return reduce(value, dims, keepdim=True)
 
 
-def _leave(
-    out: Tensor, buffer: Buffer, value: Tensor, axes: Sequence[str], extents: Mapping[str, int]
-) -> None:
-    """Writes [one dimension an axis] to an output."""
+def _over_dims(
+    value: Tensor, buffer: Buffer, axes: Sequence[str], extents: Mapping[str, int]
+) -> Tensor:
+    """[one dimension an axis] -> [one for each axis of an output's dims], and of size one."""
     order = [axis for dim in buffer.dims for axis in dim]
     value = value.expand([extents[a] if a in order else 1 for a in axes])
     rest = [k for k, axis in enumerate(axes) if axis not in order]
-    value = value.permute([*(axes.index(axis) for axis in order), *rest])
-    out.copy_(value.reshape(out.shape))
+    return value.permute([*(axes.index(axis) for axis in order), *rest])

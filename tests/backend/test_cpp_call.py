@@ -334,10 +334,15 @@ def test_a_program_without_python(network: nn.Module, tmp_path: Path) -> None:
 # ---- what stays with Inductor
 
 
-def test_why_kernels_of_gpus_stay_with_inductor() -> None:
+def test_why_kernels_of_gpus_stay_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with config.patch(cpp_wrapper=True):
         assert inductor_call.no_call("cpu") is None
-        assert "GPU kernel" in str(inductor_call.no_call("cuda"))
+        assert "expected a GPU to compile for, found none" in str(inductor_call.no_call("cuda"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert inductor_call.no_call("cuda") is None
+        monkeypatch.setattr(torch.version, "hip", "7.1")
+        assert "found AMD's" in str(inductor_call.no_call("cuda"))
     assert inductor_call.no_call("cuda") is None
 
 

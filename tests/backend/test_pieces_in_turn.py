@@ -29,7 +29,7 @@ from normpass.backend.codegen import cpp
 from normpass.backend.explain import record
 from normpass.backend.program.plan import make_plan
 from normpass.backend.run.op import region_op
-from normpass.backend.run.reference import evaluate
+from normpass.backend.run.reference import evaluate, out_of_place
 from normpass.passes.pipeline import Fused
 from normpass.passes.region_text import parse
 
@@ -211,7 +211,7 @@ def exact_pairs(x: Tensor) -> list[Tensor]:
     return [x.double().exp().sum(-1, keepdim=True), turned]
 
 
-@pytest.mark.parametrize("run", ["kernel", "reference", "shapes"])
+@pytest.mark.parametrize("run", ["kernel", "reference", "out of place", "shapes"])
 @pytest.mark.parametrize("width", [1, 5, 24, 64])
 def test_one_tensor_of_two_outputs(run: str, width: int) -> None:
     """The operator returns what takes turns as one, however it is run."""
@@ -222,7 +222,8 @@ def test_one_tensor_of_two_outputs(run: str, width: int) -> None:
         shapes = [((ROWS, 1), (1, 1)), ((ROWS, 2 * width), (2 * width, 1))]
         assert [(y.shape, y.stride()) for y in found] == shapes
         return
-    call: Any = region_op if run == "kernel" else lambda x, n, text: evaluate(parse(text), x, n)
+    evaluated: Any = evaluate if run == "reference" else out_of_place
+    call: Any = region_op if run == "kernel" else lambda x, n, text: evaluated(parse(text), x, n)
     for one, exact in zip(call(parts, [ROWS], text), exact_pairs(x), strict=True):
         torch.testing.assert_close(one, exact.float())
 
