@@ -51,7 +51,7 @@ class Options:
             "help": "what kernels for GPUs are written in, triton or cuda, where both can be; "
             "tuned for the fastest of these and of several settings, timed once; None for cuda "
             "where it keeps on chip what programs of Triton read again, or takes fewer launches",
-            "choices": ("triton", "cuda", "tuned", None),
+            "choices": ("triton", "cuda", "cuda_bulk", "tuned", None),
             "env": "NORMPASS_GPU",
         },
     )

@@ -32,6 +32,7 @@ NORMPASS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
     "normpass triton": {"gpu": "triton"},
     "normpass cuda": {"gpu": "cuda"},
+    "normpass cuda bulk": {"gpu": "cuda_bulk"},
 }
 PARAMETERS = ("weight", "bias")
 

@@ -24,7 +24,7 @@ The grammar, line by line:
     region NAME
     axes    AXIS=EXTENT ...       an extent is an integer, or ? for one that is given at run time
     sizes   SIZE=? ...            further run-time integers (strides that no axis explains)
-    dialect triton|cuda|tuned     what its kernel for a GPU is to be written in, if that was chosen
+    dialect triton|cuda|...       what its kernel for a GPU is to be written in, if that was chosen
     input   NAME: DTYPE[DIMS] STRIDES?
     NAME    = FN(ARGS)            pointwise; an argument is a value, a number, true or false
     NAME    = FN[AXES](VALUE)     reduction over the axes
@@ -74,7 +74,7 @@ Arg = str | float | bool
 
 
 # What kernels for GPUs are written in; "" where nobody asked.
-DIALECTS = ("", "triton", "cuda", "tuned")
+DIALECTS = ("", "triton", "cuda", "cuda_bulk", "tuned")
 
 
 class RegionError(ValueError):

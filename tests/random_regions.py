@@ -41,6 +41,7 @@ COLUMNED = [
     (2, 3, 9, 32),
     (1, 17, 4, 16),
 ]
+ROWED = [(9, 64), (40, 160), (3, 5, 96), (33, 32), (2, 66, 16), (7, 2064)]
 DTYPES = [
     *[torch.float32] * 3,
     *(torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.int64),
@@ -273,6 +274,18 @@ class _Columned(_Segmented):
         return [axis for axis in inside if axis in axes]
 
 
+class _Rowed(_Segmented):
+    """Rows of whole vectors along the last axis, of which most sums are."""
+
+    def draw_extents(self) -> tuple[int, ...]:
+        return self.draw(st.sampled_from(ROWED))
+
+    def reduced(self, inside: Sequence[str]) -> list[str]:
+        last = AXES[len(self.axes) - 1]
+        axes = self.draw(st.sampled_from([last, last, "r", "rq"]))
+        return [axis for axis in inside if axis in axes]
+
+
 class _Chained(_Builder):
     """With a variance or a sum of exponentials in the middle: reductions that need another."""
 
@@ -342,6 +355,10 @@ def segmented_cases() -> st.SearchStrategy[Case]:
 
 def columned_cases() -> st.SearchStrategy[Case]:
     return cases(_Columned)
+
+
+def rowed_cases() -> st.SearchStrategy[Case]:
+    return cases(_Rowed)
 
 
 def chained_cases() -> st.SearchStrategy[Case]:

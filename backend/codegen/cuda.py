@@ -3,9 +3,9 @@
 The text is written for people: names from the region, one comment a phase, normpass.cuh for what
 would only repeat. The pointwise operations are those of the C++ for CPUs, on one number at a time.
 
-This file prints the module; cuda_rows.py prints launches over rows, cuda_segments.py those over
-rows along two axes, cuda_columns.py those down columns, cuda_elements.py those that combine what
-programs leave.
+This file prints the module; cuda_rows.py prints launches over rows, cuda_bulk_rows.py those that
+one copy brings for all threads of a block, cuda_segments.py those over rows along two axes,
+cuda_columns.py those down columns, cuda_elements.py those that combine what programs leave.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from normpass.backend.codegen.cuda_bulk_rows import BulkRowsPrinter
 from normpass.backend.codegen.cuda_columns import ColumnsPrinter
 from normpass.backend.codegen.cuda_elements import ElementsPrinter
 from normpass.backend.codegen.cuda_rows import RowsPrinter
@@ -60,6 +61,7 @@ def generate(plan: Plan, others: Mapping[int, Launch] = AS_PLANNED) -> CudaSourc
 
 def printer_of(launch: Launch) -> type[CudaNames]:
     """What prints a launch."""
-    if team_of(launch).across:
-        return ColumnsPrinter
+    team = team_of(launch)
+    if team.across or team.bulk:
+        return ColumnsPrinter if team.across else BulkRowsPrinter
     return (ElementsPrinter, RowsPrinter, SegmentsPrinter)[len(launch.inner)]

@@ -54,6 +54,43 @@ __device__ __forceinline__ void wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
+// A barrier on chip that counts bytes which one thread expects. What was read from where they will
+// lie was read before that thread says so.
+__device__ __forceinline__ void begin_counting(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address_of(barrier)) : "memory");
+}
+__device__ __forceinline__ void counting_begins() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+// Begins to copy so many bytes onto the chip, a multiple of 16 as both addresses are.
+__device__ __forceinline__ void copy_all(void* on_chip, const void* memory, int bytes,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          address_of(on_chip)),
+      "l"(memory), "r"(bytes), "r"(address_of(barrier))
+      : "memory");
+}
+// Waits until all have come that were expected in a turn, of which the parity is given.
+__device__ __forceinline__ void wait_for_all(uint64_t* barrier, int parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done; }"
+        : "=r"(done)
+        : "r"(address_of(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
 // The value that the thread of this warp has whose number differs in one bit.
 template <typename T>
 __device__ __forceinline__ T of_partner(T value, int bit) {

@@ -32,7 +32,7 @@ WORDS = (
     "while xor Row Slots Exchange Sum Prod Amax Amin chip exchange row rows program share shares "
     "first last number stage element there part sum ask ask_values i j k p get put combine "
     "accumulate mask_of std device blockIdx threadIdx Segments Bands bands turn all_of_warp "
-    "Columns Down down"
+    "Columns Down down Arrivals arrivals ask_rows parity"
 )
 EXPRESSIONS = " ".join(row.cpp for row in POINTWISE.values())
 RESERVED = frozenset((*WORDS.split(), *re.findall(r"[A-Za-z_]\w*", EXPRESSIONS)))

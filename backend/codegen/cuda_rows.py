@@ -58,6 +58,7 @@ class RowsPrinter(CudaNames):
         shares = launch.blocks.shares
         self.share_axes = [plan.axis[name] for name in shares]
         self.on_chip = (*self.team.staged, *launch.held)  # what has slots
+        self.copied = (*self.team.asked, *launch.held)  # of it, what each thread copies for itself
         self.held = {load.access.buffer.name for load in launch.held}
         self.ahead = [
             node
@@ -78,6 +79,7 @@ class RowsPrinter(CudaNames):
             self.line("int stage = 0;")
         with self.block(f"for ({self.kind} number = first; number < last; ++number)"):
             self.body()
+            self.row_ends()
             if self.team.staged and self.team.stages > 1:
                 self.line(f"stage = stage + 1 < {self.team.stages} ? stage + 1 : 0;")
         self.leave()
@@ -142,19 +144,19 @@ class RowsPrinter(CudaNames):
         for load in self.launch.held:
             with self.each_vector():
                 self.ask(load.access, "0")
-        if team.staged:
+        if team.asked:
             counters = ", ".join(f"int {counter}" for counter in self.counters)
             head = f"const auto ask = [&]({self.kind} number, int stage, {counters})"
             with self.block(head, "};"):
                 self.indices()
                 self.index_inside()
-                for load in team.staged:
+                for load in team.asked:
                     self.ask(load.access, "stage")
-        if self.on_chip:
+        if self.copied:
             self.line(f"for (int stage = 0; stage < {team.stages}; ++stage)")
             self.indent += 1
             with self.each_vector():
-                if team.staged:
+                if team.asked:
                     self.line(
                         f"if (first + stage < last && {self.has}) "
                         f"ask(first + stage, stage, {self.counted});"
@@ -235,6 +237,9 @@ class RowsPrinter(CudaNames):
     def row_begins(self) -> None:
         """What else is read of a row before its loops."""
 
+    def row_ends(self) -> None:
+        """What happens after its loops."""
+
     def loop(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
         """One loop over a row."""
         self.phase(loop, is_first=is_first, is_last=is_last)
@@ -248,7 +253,7 @@ class RowsPrinter(CudaNames):
         lanes = self.team.lanes
         # Where it is waited for vectors one by one their numbers have to be known.
         with self.vectors(UNROLL if is_first else self.unroll(loop)):
-            if is_first and self.on_chip:
+            if is_first and self.copied:
                 # Where there is one loop alone, each turn of it makes one more group.
                 self.line(f"row.wait<{self.team.stages}>({'0' if is_last else self.slot});")
             with self.block(f"if ({self.has})"):
@@ -269,10 +274,10 @@ class RowsPrinter(CudaNames):
                 for store in stores:
                     where = self.vector_at(store.access)
                     self.line(f"Row::write({where}, out_{store.access.buffer.name});")
-                if is_last and self.team.staged:
+                if is_last and self.team.asked:
                     ahead = f"number + {self.team.stages}"
                     self.line(f"if ({ahead} < last) ask({ahead}, stage, {self.counted});")
-            if is_last and self.on_chip:
+            if is_last and self.copied:
                 self.line("device::group();")
 
     def read_aside(self, load: Load) -> set[str]:
@@ -361,7 +366,7 @@ class RowsPrinter(CudaNames):
         """Writes a team's parts of the sums over rows; of a team without rows something may be on
         its way still.
         """
-        if self.on_chip:
+        if self.copied:
             self.line("device::wait<0>();")
         along = [each for each in self.launch.shared if self.axis.name in each.axes]
         if along:

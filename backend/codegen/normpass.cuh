@@ -170,6 +170,12 @@ struct Row : Share<THREADS, BLOCKS, VECTORS, LANES> {
   __device__ bool has(int k) const {
     return COLUMNS == BLOCKS * of_block || at(k) < COLUMNS;
   }
+  // The first of a block's elements, and how many it has.
+  __device__ int begin() const { return this->block * of_block; }
+  __device__ int count() const {
+    const int rest = COLUMNS - begin();
+    return rest < 0 ? 0 : rest < of_block ? rest : of_block;
+  }
 };
 
 // Of a row of so many SEGMENTS of COLUMNS; 0 where their number is told at run time. The threads of a
@@ -219,6 +225,23 @@ struct Columns : Share<THREADS, BLOCKS, VECTORS, LANES> {
   __device__ bool leads() const { return this->block == 0 && threadIdx.x < ACROSS; }
 };
 
+// What tells that all bytes of a row have come, of each of STAGES rows. Which turn of a stage it is
+// says the parity of those before it.
+template <int STAGES>
+struct Arrivals {
+  uint64_t* const first;
+  __device__ explicit Arrivals(unsigned char* on_chip) : first(reinterpret_cast<uint64_t*>(on_chip)) {
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < STAGES; ++stage) device::begin_counting(at(stage));
+      device::counting_begins();
+    }
+    device::block_barrier();
+  }
+  __device__ uint64_t* at(int stage) const { return first + stage; }
+  __device__ void expect(int stage, int bytes) const { device::expect(at(stage), bytes); }
+  __device__ void wait(int stage, int parity) const { device::wait_for_all(at(stage), parity); }
+};
+
 // A thread's places on chip for its elements of a tensor's rows, of which STAGES are there or on
 // their way. No other thread looks there. The pieces that a warp reads at a time are neighbours.
 template <typename Row, typename T, int STAGES>
@@ -238,6 +261,12 @@ struct Slots {
     for (int p = 0; p < pieces; ++p)
       device::copy<piece>(slot(stage, k, p), reinterpret_cast<const unsigned char*>(from) +
                                                  p * piece);
+  }
+  // Begins to copy all that a block has of a row: so many elements. arrivals: where that is counted.
+  template <typename Arrivals>
+  __device__ void ask_row(const T* from, int stage, int count, const Arrivals& arrivals) const {
+    static_assert(pieces == 1, "vectors that lie on chip as in memory");
+    if (count) device::copy_all(slot(stage, 0, 0), from, count * int(sizeof(T)), arrivals.at(stage));
   }
   // A vector that has come, as numbers or truth values.
   template <typename scalar>

@@ -35,10 +35,13 @@ def gpu_machine(region: Region, classes: tuple[SizeClass, ...], capability: int)
     """
     if region.dialect == "triton" or capability < LEAST_CAPABILITY:
         return GPU
+    bulk = region.dialect == "cuda_bulk"
     for columns in (True, False):
         with suppress(UnsupportedPlanError):
-            plan = make_plan(region, machine := cuda_machine(capability, columns=columns), classes)
-            if region.dialect == "cuda" or _is_better(plan, make_plan(region, GPU, classes)):
+            machine = cuda_machine(capability, columns=columns, bulk=bulk)
+            plan = make_plan(region, machine, classes)
+            is_asked = region.dialect.startswith("cuda")
+            if is_asked or _is_better(plan, make_plan(region, GPU, classes)):
                 return machine
             return GPU
     return GPU

@@ -60,7 +60,7 @@ class Clusters:
     same of a multiprocessor, of which the system keeps some for each block. threads: of a block at
     most, so that each has registers enough. of_thread: bytes of a row, as numbers that are computed
     with, that a thread has. registers: those that it may spend on sums that it adds rows to. warps:
-    of a multiprocessor.
+    of a multiprocessor. bulk: whether one copy brings all that a block has of a row, where it can.
     """
 
     blocks: int
@@ -71,6 +71,7 @@ class Clusters:
     of_thread: int = 128
     registers: int = 64
     warps: int = 16
+    bulk: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,18 +157,23 @@ GPU = Machine(
 # KiB of shared memory that a block of a GPU can have, by its capability; others may have less.
 SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 LEAST_SHARED_KIB = 99
+# From this capability on blocks form clusters, and copies are told of by barriers.
+LEAST_CLUSTERED = 90
 
 
 @cache
-def cuda_machine(capability: int, *, columns: bool = False) -> Machine:
+def cuda_machine(capability: int, *, columns: bool = False, bulk: bool = False) -> Machine:
     """The machine that CUDA C++ is planned for. A row that a team holds on chip needs no blocks;
     one that it does not hold is not for teams.
 
     capability: of the GPU, 80 for 8.0; from 90 on blocks form clusters. columns: see `Machine`.
+    bulk: see `Clusters`.
     """
     kib = SHARED_KIB.get(capability, LEAST_SHARED_KIB)
     # The system has one KiB of each block's.
-    clusters = Clusters(8 if capability >= 90 else 1, kib << 10, (kib + 1) << 10)
+    has_clusters = capability >= LEAST_CLUSTERED
+    blocks, bulk = 8 if has_clusters else 1, bulk and has_clusters
+    clusters = Clusters(blocks, kib << 10, (kib + 1) << 10, bulk=bulk)
     most = clusters.blocks * clusters.shared
     blocking = replace(Blocking(), row_bytes=most, sweep=sys.maxsize, narrow=sys.maxsize)
     workers = GPU.workers // clusters.blocks

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 WARP = 32
 # Bytes that a thread reads at a time, and the fewest that go on chip without its waiting for them.
 WIDEST, NARROWEST = 16, 4
+# Bytes of a barrier that counts what has come.
+BARRIER = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Team:
     the most sums along a row that are added up over a team at once. beside: bytes of shared memory
     for other things. bands: of a block. turns: segments of a row that a band has; of each of them a
     thread has so many vectors. apart: the most sums along a segment that are added up over a band
-    at once. across: threads side by side, where a team has columns.
+    at once. across: threads side by side, where a team has columns. bulk: of what is staged, that
+    of which one copy brings all that a block has of a row.
     """
 
     threads: int
@@ -62,6 +65,17 @@ class Team:
     turns: int = 1
     apart: int = 0
     across: int = 0
+    bulk: tuple[Load, ...] = ()
+
+    @property
+    def asked(self) -> tuple[Load, ...]:
+        """Of what is staged, that of which each thread copies its own."""
+        return tuple(load for load in self.staged if load not in self.bulk)
+
+    @property
+    def arrivals(self) -> int:
+        """Bytes of the barriers that tell when bulk copies have come, one of each row on chip."""
+        return _whole(BARRIER * self.stages) if self.bulk else 0
 
     @property
     def numbers(self) -> int:
@@ -115,7 +129,8 @@ def shared_bytes(launch: Launch) -> int:
     """Shared memory of a block of a launch's team."""
     team = team_of(launch)
     exchange = team.exchange + team.exchange_of_bands
-    return team.beside + exchange + sum(map(team.on_chip, (*team.staged, *launch.held)))
+    on_chip = sum(map(team.on_chip, (*team.staged, *launch.held)))
+    return team.beside + exchange + on_chip + team.arrivals
 
 
 def refused(plan: Plan, expected: str, found: str) -> UnsupportedPlanError:

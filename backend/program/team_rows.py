@@ -115,6 +115,10 @@ class Rows:
         expected = f"rows that {clusters.blocks} blocks hold"
         raise refused(self.plan, expected, f"{held} of a block at least")
 
+    def is_in_order(self, load: Load) -> bool:
+        """Whether what a block has of a row lies on chip as in memory."""
+        return self.lanes * int(load.access.buffer.dtype.itemsize) == WIDEST
+
     def suits(self, team: Team) -> bool:
         """Whether a team is worth its threads."""
         return True
@@ -125,7 +129,8 @@ class Rows:
         held = [load for load in self.rows if set(self.shares).isdisjoint(load.access.strides)]
         staged = tuple(load for load in self.rows if load not in held)
         together = max(int(any(self.over_rows())), *map(len, groups(self.launch.body)))
-        team = Team(0, width, blocks, self.lanes, 1, stages, staged, together)
+        bulk = tuple(load for load in staged if clusters.bulk and self.is_in_order(load))
+        team = Team(0, width, blocks, self.lanes, 1, stages, staged, together, bulk=bulk)
         team = self.shared_out(team, clusters)
         launch = replace(self.launch, team=team, held=tuple(held))
         room = clusters.memory // (shared_bytes(launch) + clusters.system)

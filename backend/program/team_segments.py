@@ -96,6 +96,9 @@ class Segments(Rows):
         """Whether a value is written to memory in this launch."""
         return any(isinstance(n, Keep) and n.shared and n.value == value for n in self.nodes)
 
+    def is_in_order(self, load: Load) -> bool:
+        return False  # each band has segments of its own
+
     def shared_out(self, team: Team, clusters: Clusters) -> Team:
         """A row among bands, so that each thread has few enough elements, and no more places for
         them than there are elements, and then among no more threads than it takes.

@@ -137,9 +137,10 @@ class Calls:
     def _alignment(self, name: str) -> int | None:
         """Of an input that is read along rows."""
         found = [
-            team_of(kernel.launch).lanes * load.access.buffer.dtype.itemsize
-            for kernel in self.source.kernels
-            for load in (*team_of(kernel.launch).staged, *kernel.launch.held)
+            VECTOR if load in team.bulk else team.lanes * load.access.buffer.dtype.itemsize
+            for launch in (kernel.launch for kernel in self.source.kernels)
+            for team in (team_of(launch),)
+            for load in (*team.staged, *launch.held)
             if load.access.buffer.name == name
         ]
         return min(max(found), VECTOR) if found else None

@@ -13,6 +13,7 @@ from torch.autograd import profiler
 from normpass.backend.program.dialect import gpu_machine
 from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.program.sizes import size_classes
+from normpass.backend.program.team import team_of
 from normpass.backend.run import builders
 from normpass.backend.run.caches import capability
 from normpass.passes.region_text import parse
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from normpass.backend.program.machine import Machine
     from normpass.backend.program.sizes import SizeClass
     from normpass.backend.run.gpu_kernel import GpuKernel, Ready
+    from normpass.backend.run.launch_cuda import CudaKernel
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +81,7 @@ def _in_triton(text: str, classes: tuple[SizeClass, ...]) -> GpuKernel:
     return TritonKernel(parse(text), GPU, classes)
 
 
-def _in_cuda(text: str, classes: tuple[SizeClass, ...], machine: Machine) -> GpuKernel:
+def _in_cuda(text: str, classes: tuple[SizeClass, ...], machine: Machine) -> CudaKernel:
     from normpass.backend.run.cuda_driver import build
     from normpass.backend.run.launch_cuda import CudaKernel
 
@@ -98,10 +100,14 @@ def _others(
         for setting in SETTINGS:
             yield f"triton, {setting}", TritonKernel(parse(text), GPU, classes, setting)
     with suppress(UnsupportedPlanError):
-        asked = replace(parse(text), dialect="cuda")
-        machine = gpu_machine(asked, classes, capability)
-        if machine.clusters:
-            yield "cuda", _in_cuda(text, classes, machine)
+        for dialect in ("cuda", "cuda_bulk"):
+            asked = replace(parse(text), dialect=dialect)
+            machine = gpu_machine(asked, classes, capability)
+            if machine.clusters:
+                kernel = _in_cuda(text, classes, machine)
+                launches = kernel.plan.launches
+                if dialect == "cuda" or any(team_of(launch).bulk for launch in launches):
+                    yield dialect, kernel
 
 
 class CallSite:

@@ -156,7 +156,12 @@ def test_regions_are_tuned_where_that_is_asked_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch_gpu, "capability", lambda _: 90)
     kernel = launch_gpu.kernel(tuned_text, (4096,), 0)
     assert isinstance(kernel, TunedKernel)
-    assert [*kernel.forms] == ["usual", *(f"triton, {each}" for each in SETTINGS), "cuda"]
+    assert [*kernel.forms] == [
+        "usual",
+        *(f"triton, {each}" for each in SETTINGS),
+        "cuda",
+        "cuda_bulk",
+    ]
     assert type(launch_gpu.kernel(text, (4096,), 0)) is TritonKernel
     assert type(launch_gpu.kernel(tuned_text, (4096,), None)) is TritonKernel  # no GPU to time on
 

@@ -19,6 +19,7 @@
 #include <cstring>
 #include <deque>
 #include <limits>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -63,14 +64,17 @@ namespace host {
 }
 
 struct Index { unsigned x; };
-enum class Waits { no, warp, block, cluster, done };
+enum class Waits { no, warp, block, cluster, copies, done };
 struct Copy { void* to; const void* from; int bytes; };
 
 constexpr unsigned char FILLED = 0xff;  // not a number, whatever its type
 constexpr std::size_t STACK = 64 * 1024, BEYOND = 256;
 
+struct Turn { int expected; std::vector<Copy> copies; };
+
 struct Block {
   Index index_of_block;
+  std::map<uint64_t*, std::vector<Turn>> turns;  // of a barrier that counts bytes
   std::size_t size;
   std::vector<unsigned char> memory;
   bool has_begun = false;
@@ -88,6 +92,8 @@ struct Block {
   void check() {
     for (std::size_t k = 0; k < BEYOND; ++k)
       if (chip()[size + k] != FILLED) fail("it wrote beyond its block's memory");
+    for (const auto& [barrier, turns] : turns)
+      if (!turns.empty() && !turns.back().copies.empty()) fail("it ended before a copy had come");
   }
 };
 
@@ -161,12 +167,20 @@ inline void run_cluster(unsigned first, int threads, int blocks, std::size_t sha
   const std::size_t warps = all.size() / 32;
   const bool last_first = first / blocks % 2;
   bool any = true;
+  int in_vain = 0;  // times that threads looked for copies, and nothing else happened
   while (any) {
     for (std::size_t w = 0; w < warps; ++w)
       run_warp(all, 32 * (last_first ? warps - 1 - w : w));
     any = release(all, 0, all.size(), Waits::cluster);
     for (std::size_t k = 0; k < all.size(); k += threads)
       any |= release(all, k, threads, Waits::block);
+    in_vain = any ? 0 : in_vain + 1;
+    if (in_vain > 2) break;
+    for (Thread& one : all)
+      if (one.waits == Waits::copies) {
+        one.waits = Waits::no;
+        any = true;
+      }
   }
   for (Thread& one : all)
     if (one.waits != Waits::done) fail("its threads wait for different things");
@@ -218,6 +232,44 @@ template <int GROUPS> void wait() {
   auto& groups = host::here->groups;
   for (; groups.size() > GROUPS; groups.pop_front())
     for (const host::Copy& each : groups.front()) std::memcpy(each.to, each.from, each.bytes);
+}
+
+// Such a barrier knows its copies by the turn that they are of. They come to whoever waits first.
+inline void begin_counting(uint64_t* barrier) {
+  const host::Block& block = *host::here->block;
+  const auto end = reinterpret_cast<unsigned char*>(barrier + 1) - host::here->block->chip();
+  if (end > static_cast<std::ptrdiff_t>(block.size))
+    host::fail("a barrier lies beyond its block's memory");
+  *barrier = 0;
+}
+inline void counting_begins() {}
+inline void expect(uint64_t* barrier, int bytes) {
+  if (*barrier) host::fail("a barrier counts before it is one");
+  host::here->block->turns[barrier].push_back({bytes, {}});
+}
+inline void copy_all(void* on_chip, const void* memory, int bytes, uint64_t* barrier) {
+  host::Block& block = *host::here->block;
+  if (reinterpret_cast<std::uintptr_t>(memory) % 16 || reinterpret_cast<std::uintptr_t>(on_chip) % 16 || bytes % 16)
+    host::fail("a copy does not begin at a multiple of its bytes");
+  const auto offset = static_cast<unsigned char*>(on_chip) - block.chip();
+  if (offset < 0 || offset + bytes > static_cast<std::ptrdiff_t>(block.size))
+    host::fail("a copy goes beyond its block's memory");
+  std::memset(on_chip, host::FILLED, bytes);
+  block.turns[barrier].back().copies.push_back({on_chip, memory, bytes});
+}
+inline void wait_for_all(uint64_t* barrier, int parity) {
+  auto& turns = host::here->block->turns[barrier];
+  const auto has_come = [&] { return turns.empty() || turns.back().copies.empty(); };
+  // The turn after the last one is waited for; of the one before that it is known that it is over.
+  while (turns.size() % 2 == unsigned(parity) && has_come()) host::wait_for(host::Waits::copies);
+  if (turns.empty() || turns.size() % 2 == unsigned(parity)) return;
+  host::Turn& turn = turns.back();
+  for (const host::Copy& each : turn.copies) {
+    std::memcpy(each.to, each.from, each.bytes);
+    turn.expected -= each.bytes;
+  }
+  turn.copies.clear();
+  if (turn.expected) host::fail("other bytes come than are expected");
 }
 
 template <typename T> T of_partner(T value, int bit) {
