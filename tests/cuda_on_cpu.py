@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.passes.region_text import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -64,6 +65,26 @@ def build(source: CudaSource, device: torch.device) -> Mapping[str, Any]:
     """The functions of a module, by name, for tensors of a CPU."""
     library = ctypes.CDLL(str(built(source)))
     return {k.name: OnCpu(library, k) for k in source.kernels}
+
+
+def changed(text: str, instead: str) -> Callable[..., Mapping[str, Any]]:
+    """Builds a module with another text in one place."""
+
+    def build_other(source: CudaSource, device: torch.device) -> Mapping[str, Any]:
+        assert text in source.text
+        return build(replace(source, text=source.text.replace(text, instead)), device)
+
+    return build_other
+
+
+def stderr_of_failing(program: str, *arguments: str) -> str:
+    """What a program says that goes wrong, of Python: it may end with its process."""
+    paths = [str(FIBERS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    return done.stderr
 
 
 def built(source: CudaSource) -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -271,19 +269,12 @@ def test_where_it_cannot_be_built_triton_takes_over(caplog: pytest.LogCaptureFix
 BROKEN = """
 import sys
 import cuda_on_cpu
-import cuda_random
 import torch
-from normpass.backend.codegen.cuda import CudaSource
-from normpass.backend.program.machine import cuda_machine
 from normpass.backend.run.launch_cuda import CudaKernel
 from normpass.passes.region_text import parse
 from triton_regions import SOFTMAX, fill
 
-def build(source, device):
-    assert sys.argv[1] in source.text
-    text = source.text.replace(*sys.argv[1:3])
-    return cuda_on_cpu.build(CudaSource(text, source.kernels), device)
-
+build = cuda_on_cpu.changed(*sys.argv[1:3])
 machine = cuda_on_cpu.small(threads=32, blocks=4, of_thread=32)
 kernel = CudaKernel(parse(fill(SOFTMAX, c="128")), machine, (), build, None)
 x = torch.randn(20, 128)
@@ -311,18 +302,8 @@ torch.testing.assert_close(kernel([x], [20])[0], torch.softmax(x, 1))
 )
 def test_faults_are_found(text: str, instead: str, found: str) -> None:
     """A kernel that is wrong on a GPU is wrong here."""
-    folder = os.path.dirname(cuda_on_cpu.__file__)
-    paths = [folder, os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN, text, instead],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert found in done.stderr, done.stderr
+    said = cuda_on_cpu.stderr_of_failing(BROKEN, text, instead)
+    assert found in said, said
 
 
 # ---- text
