@@ -282,8 +282,13 @@ class RowsPrinter(CudaNames):
 
     def read_aside(self, load: Load) -> set[str]:
         """What is read of a vector's row and does not go on chip. Its values that have an index."""
-        self.leaf(load)
-        return set()
+        if load not in self.team.aside:
+            self.leaf(load)
+            return set()
+        name = load.access.buffer.name
+        values = self.vector_of(name)
+        self.line(f"Row::read({self.vector_at(load.access)}, {values});")
+        return {name}
 
     def unroll(self, loop: Loop) -> str:
         """How a loop over vectors is unrolled that waits for nothing."""
@@ -293,9 +298,14 @@ class RowsPrinter(CudaNames):
         """What has come of a tensor."""
         name = access.buffer.name
         stage = "0" if name in self.held else "stage"
+        values = self.vector_of(name)
+        self.line(f"slots_{name}.read({values}, {stage}, {self.slot});")
+
+    def vector_of(self, name: str) -> str:
+        """A tensor's elements in one vector: an array, of this name."""
         kind, values = "bool" if name in self.truth else "scalar", self.free.value[name]
         self.line(f"{kind} {values}[{self.team.lanes}];")
-        self.line(f"slots_{name}.read({values}, {stage}, {self.slot});")
+        return values
 
     def in_lanes(self, node: Node) -> None:
         """A leaf of a loop over a row, of one element."""

@@ -145,6 +145,17 @@ struct Share {
   }
 
   template <typename T, typename scalar>
+  __device__ static void read(const T* from, scalar (&values)[LANES]) {
+    constexpr int bytes = LANES * sizeof(T), piece = bytes < 16 ? bytes : 16;
+    alignas(16) T elements[LANES];
+#pragma unroll
+    for (int p = 0; p < bytes / piece; ++p)
+      reinterpret_cast<Vector<piece>*>(elements)[p] = reinterpret_cast<const Vector<piece>*>(from)[p];
+#pragma unroll
+    for (int j = 0; j < LANES; ++j) values[j] = number_of<scalar>(elements[j]);
+  }
+
+  template <typename T, typename scalar>
   __device__ static void write(T* to, const scalar (&values)[LANES]) {
     constexpr int bytes = LANES * sizeof(T), piece = bytes < 16 ? bytes : 16;
     alignas(16) T elements[LANES];

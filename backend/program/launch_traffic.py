@@ -96,6 +96,8 @@ class _Programs:
         """
         outer = self.elements(axis.name for axis in self.launch.outer)
         held = {load.access.buffer.name for load in self.launch.held}
+        team = self.launch.team
+        self.aside = {load.access.buffer.name for load in team.aside} if team else set()
         yield from ((load, self.elements(load.access.strides)) for load in self.launch.held)
         yield from self._leaves((*self.launch.scalars, *self.launch.body), outer, held)
 
@@ -113,7 +115,8 @@ class _Programs:
             if value is None:
                 yield node, times
             elif value not in held:
-                held.add(value)
+                if value not in self.aside:
+                    held.add(value)
                 yield node, times
 
 

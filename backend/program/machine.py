@@ -174,8 +174,8 @@ def cuda_machine(capability: int, *, columns: bool = False, bulk: bool = False) 
     has_clusters = capability >= LEAST_CLUSTERED
     blocks, bulk = 8 if has_clusters else 1, bulk and has_clusters
     clusters = Clusters(blocks, kib << 10, (kib + 1) << 10, bulk=bulk)
-    most = clusters.blocks * clusters.shared
-    blocking = replace(Blocking(), row_bytes=most, sweep=sys.maxsize, narrow=sys.maxsize)
+    never = sys.maxsize
+    blocking = replace(Blocking(), row_bytes=never, sweep=never, narrow=never)
     workers = GPU.workers // clusters.blocks
     return replace(GPU, workers=workers, blocking=blocking, clusters=clusters, columns=columns)
 

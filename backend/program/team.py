@@ -49,7 +49,8 @@ class Team:
     for other things. bands: of a block. turns: segments of a row that a band has; of each of them a
     thread has so many vectors. apart: the most sums along a segment that are added up over a band
     at once. across: threads side by side, where a team has columns. bulk: of what is staged, that
-    of which one copy brings all that a block has of a row.
+    of which one copy brings all that a block has of a row. aside: what is the same for all rows,
+    and is read from memory for each of them where there is no room for it on chip.
     """
 
     threads: int
@@ -66,11 +67,17 @@ class Team:
     apart: int = 0
     across: int = 0
     bulk: tuple[Load, ...] = ()
+    aside: tuple[Load, ...] = ()
 
     @property
     def asked(self) -> tuple[Load, ...]:
         """Of what is staged, that of which each thread copies its own."""
         return tuple(load for load in self.staged if load not in self.bulk)
+
+    @property
+    def in_vectors(self) -> tuple[Load, ...]:
+        """What is read of rows, and not held."""
+        return (*self.staged, *self.aside)
 
     @property
     def arrivals(self) -> int:

@@ -103,8 +103,10 @@ class Rows:
             UnsupportedPlanError: if there is none.
         """
         sizes = [1 << n for n in range(clusters.blocks.bit_length())]
-        for is_enough, stages, blocks in product((True, False), (STAGES, 1), sizes):
-            launch = self.of(blocks, stages, clusters)
+        # What is the same for all rows is read again only where threads have few elements of one.
+        kinds = ((True, False), (False, False), (True, True))
+        for (is_enough, is_aside), stages, blocks in product(kinds, (STAGES, 1), sizes):
+            launch = self.of(blocks, stages, clusters, is_aside=is_aside)
             team, shared = team_of(launch), shared_bytes(launch)
             if is_enough and team.numbers * team.width > clusters.of_thread:
                 continue
@@ -123,16 +125,19 @@ class Rows:
         """Whether a team is worth its threads."""
         return True
 
-    def of(self, blocks: int, stages: int, clusters: Clusters) -> Launch:
-        """With a team of so many blocks."""
+    def of(self, blocks: int, stages: int, clusters: Clusters, *, is_aside: bool) -> Launch:
+        """With a team of so many blocks. is_aside: whether what is the same for all rows stays in
+        memory.
+        """
         width = self.plan.region.compute_dtype.itemsize
-        held = [load for load in self.rows if set(self.shares).isdisjoint(load.access.strides)]
-        staged = tuple(load for load in self.rows if load not in held)
+        same = [load for load in self.rows if set(self.shares).isdisjoint(load.access.strides)]
+        staged = tuple(load for load in self.rows if load not in same)
+        held, aside = ((), tuple(same)) if is_aside else (tuple(same), ())
         together = max(int(any(self.over_rows())), *map(len, groups(self.launch.body)))
         bulk = tuple(load for load in staged if clusters.bulk and self.is_in_order(load))
         team = Team(0, width, blocks, self.lanes, 1, stages, staged, together, bulk=bulk)
-        team = self.shared_out(team, clusters)
-        launch = replace(self.launch, team=team, held=tuple(held))
+        team = self.shared_out(replace(team, aside=aside), clusters)
+        launch = replace(self.launch, team=team, held=held)
         room = clusters.memory // (shared_bytes(launch) + clusters.system)
         programs = max(1, min(room, clusters.warps * WARP // team.threads))
         size = {axis.name: 1 for axis in launch.outer if axis.name not in self.shares}

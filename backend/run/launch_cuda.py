@@ -140,7 +140,7 @@ class Calls:
             VECTOR if load in team.bulk else team.lanes * load.access.buffer.dtype.itemsize
             for launch in (kernel.launch for kernel in self.source.kernels)
             for team in (team_of(launch),)
-            for load in (*team.staged, *launch.held)
+            for load in (*team.in_vectors, *launch.held)
             if load.access.buffer.name == name
         ]
         return min(max(found), VECTOR) if found else None

@@ -38,11 +38,13 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the threads of a GPU are fibers of Linux"
 )
 
-# A GPU; one whose rows take several blocks, and one that has a row at a time.
+# A GPU; one whose rows take several blocks, one that has a row at a time, and one that has no room
+# beside it for what is the same for all rows.
 MACHINES = {
     "H200": cuda_machine(90),
     "clusters": cuda_on_cpu.small(threads=32, blocks=4, of_thread=32),
     "one row": cuda_on_cpu.small(shared=1200),
+    "aside": cuda_on_cpu.small(shared=700),
 }
 CASES = {
     case.name: case
@@ -110,6 +112,29 @@ def test_kernels_compute_what_their_regions_mean(name: str, machine: str) -> Non
     except UnsupportedPlanError as error:
         refusal = str(error)
     assert not refusal or ("blocks hold" in refusal and machine != "H200")
+
+
+@pytest.mark.parametrize(("c", "t", "w"), [("64", "f32", "f32"), ("96", "bf16", "f32")])
+def test_weights_that_stay_in_memory(c: str, t: str, w: str) -> None:
+    text = fill(regions.LAYER_NORM_BACKWARD, c=c, t=t, w=w)
+    kernel = kernel_of(text, MACHINES["one row"])
+    assert [load.access.buffer.name for load in team_of(kernel.plan.launches[0]).aside] == ["w"]
+    assert "Row::read(p_w + " in kernel.source.text
+    oracle = mathematics.layer_norm_backward
+    compare(Case("aside", text, ((5,),), oracle), kernel, (5,), "cpu", oracle)
+
+
+def test_weights_that_begin_elsewhere_are_copied_first() -> None:
+    region = parse(fill(regions.LAYER_NORM_BACKWARD, c="64"))
+    kernel = cuda_on_cpu.kernel_of(region, MACHINES["one row"])
+    g, x, w = torch.randn(5, 64), torch.randn(5, 64), torch.randn(65)[1:]
+    mean = x.mean(1, keepdim=True)
+    rstd = x.var(1, keepdim=True, correction=0).add(1e-5).rsqrt()
+    given = {"g": g, "w": w, "x": x, "mean": mean, "rstd": rstd}
+    found = kernel([given[buffer.name] for buffer in region.inputs], [5])
+    right = mathematics.layer_norm_backward(**{k: v.double() for k, v in given.items()})
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_with_a_mask() -> None:
