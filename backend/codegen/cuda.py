@@ -62,6 +62,8 @@ def generate(plan: Plan, others: Mapping[int, Launch] = AS_PLANNED) -> CudaSourc
 def printer_of(launch: Launch) -> type[CudaNames]:
     """What prints a launch."""
     team = team_of(launch)
-    if team.across or team.bulk:
-        return ColumnsPrinter if team.across else BulkRowsPrinter
+    if team.across:
+        return ColumnsPrinter
+    if team.bulk:
+        return BulkRowsPrinter
     return (ElementsPrinter, RowsPrinter, SegmentsPrinter)[len(launch.inner)]

@@ -48,11 +48,11 @@ class Kernel {
       if (each.context == context) return each.function;
     Loaded found{context, nullptr, nullptr};
     check(cuModuleLoadData(&found.module, code));
+    check(cuModuleGetFunction(&found.function, found.module, name));
+    const auto most = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    check(cuFuncSetAttribute(found.function, most, shared));
     loaded.push_back(found);
-    CUfunction& function = loaded.back().function;
-    check(cuModuleGetFunction(&function, found.module, name));
-    check(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared));
-    return function;
+    return found.function;
   }
 
   const unsigned threads, shared;

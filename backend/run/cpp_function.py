@@ -75,7 +75,7 @@ def declaration(name: str, parameters: Sequence[str]) -> str:
 def parameters_of(region: Region) -> tuple[str, ...]:
     """Those of a region's function."""
     return (
-        *(f"const void* {buffer.name}" for buffer in region.inputs),
+        *(f"const void* input_{k}" for k in range(len(region.inputs))),
         *(f"void* result_{k}" for k in range(len(region.results))),
         *(f"int64_t n_{size}" for size in region.runtime_sizes),
     )
@@ -123,10 +123,10 @@ def _launch(region: Region, classes: Sequence[SizeClass], spaces: Sequence[str])
     extents: Mapping[str, Any] = region.extents([symbol(n) for n in region.runtime_sizes])
     work = Work.of(region, extents)
     tensors = []
-    for buffer in region.inputs:
-        read = buffer.name
+    for k, buffer in enumerate(region.inputs):
+        read = f"input_{k}"
         if nothing := _of_nothing(region, buffer, extents):
-            yield nothing
+            yield f"  const std::vector<char> no_{read}({nothing});"
             read = f"no_{read}.empty() ? {read} : no_{read}.data()"
         tensors.append(f"const_cast<void*>({read})")
     for piece in pieces(region, extents):
@@ -154,13 +154,13 @@ def are_of(region: Region, classes: Sequence[SizeClass]) -> str:
 
 
 def _of_nothing(region: Region, buffer: Buffer, extents: Mapping[str, Any]) -> str:
-    """What is read in place of a tensor that has no elements. No text where it has some."""
+    """Bytes that are read in place of a tensor that has no elements. No text where it has some."""
     if (repeats := repeated(buffer, extents)) is None:
         return ""
     count = index_expression(count_in_memory(region, buffer, extents))
-    room = f"({count}) * sizeof({TYPES[buffer.dtype].cpp})"
+    room = f"std::max<int64_t>(0, {count}) * sizeof({TYPES[buffer.dtype].cpp})"
     is_empty = f"{index_expression(repeats)} == 0"
-    return f"  const std::vector<char> no_{buffer.name}({is_empty} ? {room} : 0);"
+    return f"{is_empty} ? {room} : 0"
 
 
 def repeated(buffer: Buffer, extents: Mapping[str, Any]) -> Any:

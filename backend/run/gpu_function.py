@@ -131,9 +131,7 @@ def _tensors(region: Region) -> Iterator[str]:
         size = count_in_memory(region, buffer, extents) * buffer.dtype.itemsize
         repeats = repeated(buffer, extents)
         is_empty = "false" if repeats is None else f"{cpp(repeats)} == 0"
-        yield (
-            f"  const normpass::Input tensor_{k}({buffer.name}, {cpp(size)}, {is_empty}, stream);"
-        )
+        yield (f"  const normpass::Input tensor_{k}(input_{k}, {cpp(size)}, {is_empty}, stream);")
     for k, piece in enumerate(pieces(region, extents), len(region.inputs)):
         offset = cpp(piece.offset * piece.layout.dtype.itemsize)
         yield f"  void* const tensor_{k} = static_cast<char*>(result_{piece.result}) + {offset};"

@@ -44,6 +44,18 @@ output  s: f32[r c] = sum
 output  t: f32[c d] = total"""
 
 
+# What the functions themselves call otherwise.
+NAMED = """\
+region named
+axes    r=? c=24
+input   tensors: f32[r c]
+input   sizes: f32[c]
+input   workers: f32[r c]
+mul     = mul(tensors, sizes)
+add     = add(mul, workers)
+output  most: f32[r c] = add"""
+
+
 @dataclass
 class Built:
     """Functions of one file that Inductor's flags compile."""
@@ -90,7 +102,7 @@ def regions() -> dict[str, tuple[int, ...]]:
     found = [each for name in CASES for k in (False, True) for each in decisions(name, k)]
     for f in (gated, rms_rope):
         found += compiled(f, inputs(torch.bfloat16))[1]
-    return {each.text: each.sizes for each in found} | {REPEATED: (5, 7)}
+    return {each.text: each.sizes for each in found} | {REPEATED: (5, 7), NAMED: (5,)}
 
 
 @pytest.fixture(scope="module")

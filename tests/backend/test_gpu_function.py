@@ -61,11 +61,24 @@ mul     = mul(x, y)
 total   = sum[c](mul)
 less    = sub(x, total)
 output  z: f32[r c] = less"""
+# What C++ and the functions themselves call otherwise.
+NAMED = """\
+region named
+axes    r=? c=64
+input   new: f32[r c]
+input   stream: f32[c]
+input   arrays: f32[r c]
+mul     = mul(new, stream)
+add     = add(mul, arrays)
+top     = amax[c](add)
+less    = sub(add, top)
+output  this: f32[r c] = less"""
 TEXTS = {
     "layer norm": (fill(regions.LAYER_NORM_BACKWARD, c="128", t="bf16", w="f32"), (8,)),
     "softmax": (fill(regions.SOFTMAX, c="96"), (5,)),
     "rows of known number": (fill(regions.SOFTMAX, c="96", r="7"), ()),
     "repeated": (REPEATED, (4,)),
+    "named": (NAMED, (4,)),
 }
 
 
