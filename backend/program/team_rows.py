@@ -103,8 +103,9 @@ class Rows:
             UnsupportedPlanError: if there is none.
         """
         sizes = [1 << n for n in range(clusters.blocks.bit_length())]
-        # What is the same for all rows is read again only where threads have few elements of one.
-        kinds = ((True, False), (False, False), (True, True))
+        # What is the same for all rows is read again only where a cluster has no room for it, and
+        # threads have few elements of a row.
+        kinds = ((True, False), (False, False), (True, True))[: 3 if clusters.blocks > 1 else 2]
         for (is_enough, is_aside), stages, blocks in product(kinds, (STAGES, 1), sizes):
             launch = self.of(blocks, stages, clusters, is_aside=is_aside)
             team, shared = team_of(launch), shared_bytes(launch)
