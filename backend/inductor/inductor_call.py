@@ -210,7 +210,7 @@ def _install() -> None:
         for x in inputs:
             if ir.is_storage_and_layout(x):
                 ir.as_storage_and_layout(x, freeze=True)
-        call, in_cpp = anywhere, written.is_cpp()
+        call, in_cpp, given = anywhere, written.is_cpp(), sizes
         with faults.survived("settling where its tensors lie", "a region", "They are copied"):
             try:
                 text, sizes = _settled(text, sizes, inputs, V.graph)
@@ -230,7 +230,7 @@ def _install() -> None:
                     return tree_map(ir.TensorBox.create, found)
                 except (NotBuiltError, NotImplementedError) as error:
                     log.warning("a region stays with Inductor: %s", error)
-            return unfused.lowered(V.graph.current_node, inputs)
+            return unfused.lowered(V.graph.current_node, inputs, given)
         results: Any = call.create(region_op, inputs, sizes, text)
         for result in results:
             result.inputs[0].text, result.inputs[0].sizes = text, example

@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 
-def lowered(node: Node, inputs: Sequence[Any]) -> Any:
+def lowered(node: Node, inputs: Sequence[Any], sizes: Sequence[Any]) -> Any:
     """The results of a region's node, as Inductor lowers its operators.
 
-    inputs: Inductor's.
+    inputs, sizes: the region's, as Inductor has them.
     """
     from torch._inductor import ir
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import process_subgraph_nodes
 
-    arguments: Any = map_arg(node.args, lambda argument: argument.meta["val"])
-    tensors, sizes, text = arguments
+    examples: Any = map_arg(node.args, lambda argument: argument.meta["val"])
+    tensors, numbers, text = examples
     region = parse(text)
 
-    def operators(*tensors: Tensor) -> list[Tensor]:
+    def operators(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         return [*out_of_place(region, tensors, sizes)]
 
     with tensors[0].fake_mode:
-        module = make_fx(operators, select_decomp_table())(*tensors)
-    found = process_subgraph_nodes(module, list(inputs))
+        module = make_fx(operators, select_decomp_table())(tensors, numbers)
+    found = process_subgraph_nodes(module, [*inputs, *sizes])
     planned = ([sympy.sympify(step) for step in result.stride()] for result in node.meta["val"])
     return [*map(ir.ExternKernel.require_exact_strides, found, planned)]

@@ -22,8 +22,10 @@ from torch._inductor.utils import run_and_get_code
 
 import normpass
 from normpass.backend.explain import record
-from normpass.backend.inductor import inductor_call
+from normpass.backend.inductor import cpp_call, inductor_call
+from normpass.backend.run.gpu_kernel import NotBuiltError
 from normpass.backend.run.op import region_op
+from normpass.passes import faults
 from normpass.passes.pipeline import Fused, Refused
 
 if TYPE_CHECKING:
@@ -100,6 +102,29 @@ def test_a_step_in_cpp(dynamic: bool, separate: bool) -> None:
         right = in_double(module, images(rows))
         assert_near(gradients(compiled, module, images(rows)), right)
     assert count_fused() == fused  # nothing was compiled again
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_step_whose_regions_turn_out_not_to_be_built(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inductor computes what they mean; on a GPU that is known only when it lowers the graph."""
+
+    def refuse(*args: Any) -> Any:
+        raise NotBuiltError("no compiler")
+
+    monkeypatch.setattr(cpp_call, "results", refuse)
+    module = Network()
+    settings = {"fx_graph_cache": False, "cpp_wrapper": True}
+    compiled = compile_fused(module, dynamic=dynamic, inductor=settings)
+    for rows in (4, 3, 7) if dynamic else (4,):
+        right = in_double(module, images(rows))
+        found, code = run_and_get_code(gradients, compiled, module, images(rows))
+        assert_near(found, right)
+        assert not any("normpass" in text for text in code)
+    assert count_fused("group_norm_backward") >= 1
+    assert "a region stays with Inductor: no compiler" in caplog.text
+    assert not faults.reported()
 
 
 def test_code_from_the_cache_calls_the_same(fresh_cache: Path) -> None:
