@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -77,11 +78,31 @@ def changed(text: str, instead: str) -> Callable[..., Mapping[str, Any]]:
     return build_other
 
 
-def stderr_of_failing(program: str, *arguments: str) -> str:
-    """What a program says that goes wrong, of Python: it may end with its process."""
+# A softmax of 20 and of 40 rows whose kernel has another text in one place.
+CHANGED = """
+import json, sys
+import cuda_on_cpu, torch
+from normpass.backend.run.launch_cuda import CudaKernel
+from normpass.passes.region_text import parse
+from triton_regions import SOFTMAX, fill
+
+width, numbers, *texts = sys.argv[1:]
+machine = cuda_on_cpu.small(**json.loads(numbers))
+build = cuda_on_cpu.changed(*texts)
+kernel = CudaKernel(parse(fill(SOFTMAX, c=width)), machine, (), build, None)
+for rows in (20, 40):
+    x = torch.randn(rows, int(width))
+    torch.testing.assert_close(kernel([x], [rows])[0], torch.softmax(x, 1))
+"""
+
+
+def said_of_a_fault(text: str, instead: str, width: int, **numbers: int) -> str:
+    """What a softmax says on a small GPU if its kernel has `instead` in place of a text. It may end
+    with its process.
+    """
     paths = [str(FIBERS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-c", program, *arguments]
+    command = [sys.executable, "-c", CHANGED, str(width), json.dumps(numbers), text, instead]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     return done.stderr

@@ -6,7 +6,6 @@ torch.utils._sympy (Max, Min, FloorDiv, CppPrinter) is private; checked on torch
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 import sympy
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Count: TypeAlias = int | sympy.Expr
-NOTHING_KNOWN: Mapping[Count, int] = MappingProxyType({})
 
 
-def size_symbol(name: str) -> sympy.Symbol:
-    """A run-time size of which only a call knows how large it is. It may be 0."""
-    return sympy.Symbol(f"n_{name}", integer=True, nonnegative=True)
+def size_symbol(name: str, *, is_some: bool = False) -> sympy.Symbol:
+    """A run-time size of which only a call knows how large it is. It may be 0, unless `is_some`."""
+    sign = "positive" if is_some else "nonnegative"
+    return sympy.Symbol(f"n_{name}", integer=True, **{sign: True})
 
 
 def counted(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Count]) -> Count:
@@ -46,16 +45,6 @@ def smaller(one: Count, other: Count) -> Count:
 def divide_up(one: Count, other: Count) -> Count:
     """A quotient, rounded up."""
     return -(-one // other)
-
-
-def divisor(count: Count, multiples: Mapping[Count, int] = NOTHING_KNOWN) -> int:
-    """A number that divides a count, the largest that is known to. multiples: what divides sizes,
-    by their symbol.
-    """
-    factors = {size: multiple * size for size, multiple in multiples.items()}
-    expression = sympy.sympify(count).subs(factors, simultaneous=True)
-    coefficient, _ = expression.as_coeff_Mul()
-    return int(coefficient) if coefficient.is_Integer else 1
 
 
 def cpp(count: Count) -> str:

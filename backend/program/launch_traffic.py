@@ -47,13 +47,15 @@ class _Programs:
 
     rows: blocks of the axes that are shared out. shares: among how many programs they are. pieces:
     how often all of the launch's body is gone through. programs: how many there are. at_once: those
-    that run at once.
+    that run at once. aside: tensors that every loop reads again.
     """
 
     def __init__(self, launch: Launch, lengths: Mapping[str, int], processors: int) -> None:
         self.launch, self.lengths = launch, lengths
         blocks = launch.blocks
         apart = launch.team.blocks if launch.team else 1  # multiprocessors of a program
+        aside = launch.team.aside if launch.team else ()
+        self.aside = {load.access.buffer.name for load in aside}
         at_once = max(1, processors // apart) * blocks.programs
         self.tiles = {
             axis.name: -(-lengths[axis.name] // blocks.size[axis.name])
@@ -96,8 +98,6 @@ class _Programs:
         """
         outer = self.elements(axis.name for axis in self.launch.outer)
         held = {load.access.buffer.name for load in self.launch.held}
-        team = self.launch.team
-        self.aside = {load.access.buffer.name for load in team.aside} if team else set()
         yield from ((load, self.elements(load.access.strides)) for load in self.launch.held)
         yield from self._leaves((*self.launch.scalars, *self.launch.body), outer, held)
 

@@ -105,7 +105,7 @@ class Rows:
         sizes = [1 << n for n in range(clusters.blocks.bit_length())]
         # What is the same for all rows is read again only where a cluster has no room for it, and
         # threads have few elements of a row.
-        kinds = ((True, False), (False, False), (True, True))[: 3 if clusters.blocks > 1 else 2]
+        kinds = [(True, False), (False, False), *[(True, True)] * (clusters.blocks > 1)]
         for (is_enough, is_aside), stages, blocks in product(kinds, (STAGES, 1), sizes):
             launch = self.of(blocks, stages, clusters, is_aside=is_aside)
             team, shared = team_of(launch), shared_bytes(launch)

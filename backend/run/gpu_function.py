@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 
 from normpass.backend.codegen import text as spelling
@@ -123,15 +122,13 @@ class Code:
 def _tensors(region: Region) -> Iterator[str]:
     """A function's first statements: where its tensors lie, as `tensor_<number>`."""
     # A tensor's strides are those of at least one element.
-    sizes = [
-        sympy.Symbol(f"n_{name}", integer=True, positive=True) for name in region.runtime_sizes
-    ]
+    sizes = [size_symbol(name, is_some=True) for name in region.runtime_sizes]
     extents: Mapping[str, Any] = region.extents(sizes)
     for k, buffer in enumerate(region.inputs):
         size = count_in_memory(region, buffer, extents) * buffer.dtype.itemsize
         repeats = repeated(buffer, extents)
         is_empty = "false" if repeats is None else f"{cpp(repeats)} == 0"
-        yield (f"  const normpass::Input tensor_{k}(input_{k}, {cpp(size)}, {is_empty}, stream);")
+        yield f"  const normpass::Input tensor_{k}(input_{k}, {cpp(size)}, {is_empty}, stream);"
     for k, piece in enumerate(pieces(region, extents), len(region.inputs)):
         offset = cpp(piece.offset * piece.layout.dtype.itemsize)
         yield f"  void* const tensor_{k} = static_cast<char*>(result_{piece.result}) + {offset};"

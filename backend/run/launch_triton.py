@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from normpass.backend.codegen import triton as generator
-from normpass.backend.program.counts import divisor
 from normpass.backend.program.machine import GPU, Machine
 from normpass.backend.program.plan import make_plan
-from normpass.backend.program.sizes import symbol
+from normpass.backend.program.sizes import Sizes, symbol
 from normpass.backend.run.gpu_kernel import GpuKernel, NotBuiltError, building
 from normpass.backend.run.layouts import pieces
 from normpass.backend.run.prepared import VECTOR, OfTensor
@@ -166,7 +165,8 @@ def _slots(region: Region, sizes: Sequence[Count], device: torch.device) -> list
     pairs = zip(region.runtime_sizes, sizes, strict=True)
     known = [size if isinstance(size, int) else symbol(name) for name, size in pairs]
     parts = pieces(region, region.extents(known))
-    begins += [divisor(part.offset) * part.layout.dtype.itemsize % VECTOR for part in parts]
+    known_to_divide = Sizes().divisor
+    begins += [known_to_divide(part.offset) * part.layout.dtype.itemsize % VECTOR for part in parts]
     buffers = (*region.inputs, *(output.buffer for output in region.outputs))
     return [
         Slot(OfTensor(k), buffer.dtype, device, begin)

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import sympy
 import torch
 
-from normpass.backend.program.counts import divide_up, divisor
+from normpass.backend.program.counts import divide_up
+from normpass.backend.program.sizes import Sizes
 from normpass.backend.run.cuda_launch import Binary, Loaded
 from normpass.backend.run.prepared import Launch, Launches, OfPiece, OfTensor, Prepared, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -108,7 +109,7 @@ def record(
     """
     names = run.__globals__
     found: list[Launched] = []
-    like = Examples(dict(zip(sizes, classes, strict=True)) if classes else {})
+    like = Examples(Sizes(dict(zip(sizes, classes, strict=True)) if classes else {}))
     kernels = {k: _Kernel(v, found, like) for k, v in names.items() if _is_kernel(v)}
     memory = _Memory()
     if kernels:
@@ -126,18 +127,17 @@ def _is_kernel(value: object) -> bool:
 @dataclass(frozen=True)
 class Examples:
     """Integers for expressions of sizes, as good as any that those can be: Triton compiles for how
-    wide an integer is, for 1, and for multiples of 16. classes: of the sizes.
+    wide an integer is, for 1, and for multiples of 16. sizes: what is known of them.
     """
 
-    classes: Mapping[Count, SizeClass]
+    sizes: Sizes
 
     def __call__(self, argument: Any) -> Any:
         if not isinstance(argument, sympy.Expr):
             return argument
-        multiples = {size: each.multiple for size, each in self.classes.items()}
-        most = argument.subs({size: each.most for size, each in self.classes.items()})
-        is_narrow = most.is_Integer and most < 2**31
-        return divisor(argument, multiples) * (NARROW if is_narrow else WIDE)
+        most = self.sizes.most(argument)
+        is_narrow = most is not None and most < 2**31
+        return abs(self.sizes.divisor(argument)) * (NARROW if is_narrow else WIDE)
 
 
 class _Kernel:

@@ -291,22 +291,6 @@ def test_where_it_cannot_be_built_triton_takes_over(caplog: pytest.LogCaptureFix
 # ---- the tests' own GPU
 
 
-BROKEN = """
-import sys
-import cuda_on_cpu
-import torch
-from normpass.backend.run.launch_cuda import CudaKernel
-from normpass.passes.region_text import parse
-from triton_regions import SOFTMAX, fill
-
-build = cuda_on_cpu.changed(*sys.argv[1:3])
-machine = cuda_on_cpu.small(threads=32, blocks=4, of_thread=32)
-kernel = CudaKernel(parse(fill(SOFTMAX, c="128")), machine, (), build, None)
-x = torch.randn(20, 128)
-torch.testing.assert_close(kernel([x], [20])[0], torch.softmax(x, 1))
-"""
-
-
 @pytest.mark.parametrize(
     ("text", "instead", "found"),
     [
@@ -327,7 +311,7 @@ torch.testing.assert_close(kernel([x], [20])[0], torch.softmax(x, 1))
 )
 def test_faults_are_found(text: str, instead: str, found: str) -> None:
     """A kernel that is wrong on a GPU is wrong here."""
-    said = cuda_on_cpu.stderr_of_failing(BROKEN, text, instead)
+    said = cuda_on_cpu.said_of_a_fault(text, instead, 128, threads=32, blocks=4, of_thread=32)
     assert found in said, said
 
 

@@ -109,22 +109,6 @@ def test_rows_that_begin_elsewhere_are_copied_first() -> None:
             torch.testing.assert_close(y, torch.softmax(x.float(), 1).half())
 
 
-BROKEN = """
-import sys
-import cuda_on_cpu
-import torch
-from normpass.backend.run.launch_cuda import CudaKernel
-from normpass.passes.region_text import parse
-from triton_regions import SOFTMAX, fill
-
-build = cuda_on_cpu.changed(*sys.argv[1:3])
-machine = cuda_on_cpu.small(threads=64, blocks=2, of_thread=16, bulk=True)
-kernel = CudaKernel(parse(fill(SOFTMAX, c="512")), machine, (), build, None)
-x = torch.randn(40, 512)
-torch.testing.assert_close(kernel([x], [40])[0], torch.softmax(x, 1))
-"""
-
-
 @pytest.mark.parametrize(
     ("text", "instead", "found"),
     [
@@ -152,7 +136,9 @@ torch.testing.assert_close(kernel([x], [40])[0], torch.softmax(x, 1))
 )
 def test_faults_are_found(text: str, instead: str, found: str) -> None:
     """A kernel that is wrong on a GPU is wrong here."""
-    said = cuda_on_cpu.stderr_of_failing(BROKEN, text, instead)
+    said = cuda_on_cpu.said_of_a_fault(
+        text, instead, 512, threads=64, blocks=2, of_thread=16, bulk=True
+    )
     assert found in said, said
 
 
