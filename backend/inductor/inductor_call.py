@@ -206,11 +206,12 @@ def _install() -> None:
 
     @register_lowering(region_op, type_promotion_kind=None)
     def lower(inputs: Sequence[Any], sizes: Sequence[Any], text: str) -> Any:
+        given = inputs, sizes
         inputs = [ir.ExternKernel.realize_input(x) for x in inputs]
         for x in inputs:
             if ir.is_storage_and_layout(x):
                 ir.as_storage_and_layout(x, freeze=True)
-        call, in_cpp, given = anywhere, written.is_cpp(), sizes
+        call, in_cpp = anywhere, written.is_cpp()
         with faults.survived("settling where its tensors lie", "a region", "They are copied"):
             try:
                 text, sizes = _settled(text, sizes, inputs, V.graph)
@@ -230,7 +231,7 @@ def _install() -> None:
                     return tree_map(ir.TensorBox.create, found)
                 except (NotBuiltError, NotImplementedError) as error:
                     log.warning("a region stays with Inductor: %s", error)
-            return unfused.lowered(V.graph.current_node, inputs, given)
+            return unfused.lowered(V.graph.current_node, *given)
         results: Any = call.create(region_op, inputs, sizes, text)
         for result in results:
             result.inputs[0].text, result.inputs[0].sizes = text, example

@@ -13,6 +13,7 @@ import subprocess
 import zipfile
 from typing import TYPE_CHECKING, Any
 
+import piecewise
 import pytest
 import torch
 from compiled import compile_fused, count_fused
@@ -104,16 +105,34 @@ def test_a_step_in_cpp(dynamic: bool, separate: bool) -> None:
     assert count_fused() == fused  # nothing was compiled again
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_step_whose_regions_turn_out_not_to_be_built(
-    dynamic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Inductor computes what they mean; on a GPU that is known only when it lowers the graph."""
-
+@pytest.fixture
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise NotBuiltError("no compiler")
 
     monkeypatch.setattr(cpp_call, "results", refuse)
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("f", [piecewise.rms_rope, piecewise.gated])
+def test_pieces_of_tensors_whose_regions_turn_out_not_to_be_built(f: Any, dynamic: bool) -> None:
+    """What is read are views, and what is left is one tensor of two outputs."""
+    given = piecewise.inputs(torch.float32)
+    settings = {"fx_graph_cache": False, "cpp_wrapper": True}
+    found = piecewise.both(compile_fused(f, dynamic=dynamic, inductor=settings), given)
+    right = piecewise.both(f, [x.detach().double().requires_grad_(x.requires_grad) for x in given])
+    assert_near(found, right)
+    assert count_fused() >= 1
+    assert not faults.reported()
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_step_whose_regions_turn_out_not_to_be_built(
+    dynamic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inductor computes what they mean; on a GPU that is known only when it lowers the graph."""
     module = Network()
     settings = {"fx_graph_cache": False, "cpp_wrapper": True}
     compiled = compile_fused(module, dynamic=dynamic, inductor=settings)
