@@ -9,8 +9,10 @@ Private, checked on torch 2.11 and 2.13: what Inductor asks of torch.cuda while 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +68,18 @@ ANSWERS: dict[str, Any] = {
     "synchronize": lambda *_: None,
     "current_stream": lambda *_: SimpleNamespace(cuda_stream=0),
 }
+
+
+def answer_of(program: str, *arguments: str) -> Any:
+    """What a program prints in its last line, as JSON: in a process of its own, because torch and
+    this package keep what they were told of a GPU.
+    """
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def library(folder: Path) -> Path:

@@ -4,11 +4,7 @@ torch is only told of; with one, it runs.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
 pytest.importorskip("triton", reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that runs C++")
 
-# In a process of its own: torch and this package keep what they were told of a GPU.
 PRINTING = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -81,18 +76,7 @@ print(json.dumps([code, faults.reported()]))
 
 def printed(how: str) -> tuple[str, list[list[str]]]:
     """Inductor's code of a graph with a region, and our faults."""
-    folder = Path(gpu_absent.__file__).parent
-    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PRINTING, how],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    code, faults = json.loads(done.stdout.splitlines()[-1])
+    code, faults = gpu_absent.answer_of(PRINTING, how)
     return code, faults
 
 

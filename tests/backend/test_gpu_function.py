@@ -279,6 +279,40 @@ def test_parts_of_a_result_that_begin_in_the_middle_of_a_vector(
         assert launched.arguments[last].begin == (4 * offset % 16)
 
 
+# Two outputs that are one tensor: side by side, and in turn.
+HALVES = """\
+region halves
+axes    r=? c=24
+input   x: f32[r c]
+input   y: f32[r c]
+one     = exp(x)
+two     = exp(y)
+output  y0: f32[r c] {strides} = one
+output  y1: f32[r c] {strides} = two
+{joined}"""
+JOINED = HALVES.format(strides="(48, 1)", joined="joined  y0 y1 [1]")
+IN_TURN = HALVES.format(strides="(48, 2)", joined="in turn y0 y1 [1]")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("text", "offset", "begin"), [(JOINED, 96, 0), (IN_TURN, 4, 4)])
+def test_outputs_that_are_parts_of_a_result(
+    text: str, offset: int, begin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_triton(text: str, classes: Any, device: int | None = None) -> TritonKernel:
+        return TritonKernel(parse(text), classes=classes)
+
+    monkeypatch.setattr(launch_gpu, "kernel_for", in_triton)
+    monkeypatch.setattr(Loaded, "binary", Binary(b"", "kernel"), raising=False)
+    monkeypatch.setattr(Loaded, "threads", 32, raising=False)
+    monkeypatch.setattr(Loaded, "shared", 0, raising=False)
+    source = gpu_function.function.__wrapped__(text, (9,), CPU).source
+    assert f"tensor_3 = static_cast<char*>(result_0) + INT64_C({offset});" in source
+    assert "const normpass::Input tensor_1(input_1, 96L*n_r" in source
+    slots = launch_triton._slots(parse(text), [size_symbol("r")], CPU)
+    assert [slot.begin for slot in slots] == [0, 0, 0, begin]
+
+
 # ---- what cannot be built
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
 from typing import TYPE_CHECKING
@@ -36,7 +32,6 @@ TEXT = fill(regions.SOFTMAX_BACKWARD, c="64").strip()
 CPU = torch.device("cpu")
 
 
-# Torch and this package keep what they were told of a GPU: in a process of its own.
 PRINTING = """
 import json, sys
 import gpu_absent
@@ -69,17 +64,7 @@ print(json.dumps([code, started, faults.reported()]))
 
 def printed(how: str) -> tuple[str, list[list[str]], list[list[str]]]:
     """Inductor's code of a graph with a region, which kernels were begun with, and our faults."""
-    paths = [os.path.dirname(gpu_absent.__file__), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PRINTING, TEXT, how],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    code, started, found = json.loads(done.stdout.splitlines()[-1])
+    code, started, found = gpu_absent.answer_of(PRINTING, TEXT, how)
     return code, started, found
 
 
