@@ -5,7 +5,6 @@ torch is only told of; with one, it runs.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_absent
@@ -21,6 +20,8 @@ from normpass.backend.options import Options
 from normpass.passes.pipeline import Fused
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
