@@ -31,6 +31,7 @@ EXTENTS: dict[int, list[tuple[int, ...]]] = {
     4: [(2, 3, 5, 7), (3, 2, 4, 17), (5, 9, 2, 3), (2, 2, 16, 5)],
 }
 GROUPED = [(2, 3, 2, 5), (9, 4, 3, 7), (1, 2, 9, 40), (3, 17, 2, 3)]
+BESIDE = [(3, 4, 5, 4), (2, 8, 19, 8), (1, 6, 40, 12), (5, 2, 3, 16), (4, 12, 7, 10), (9, 3, 33, 2)]
 SEGMENTED = [(5, 2, 3, 32), (40, 1, 5, 36), (3, 11, 2, 68), (33, 2, 9, 4), (2, 3, 4, 260)]
 COLUMNED = [
     (3, 33, 32),
@@ -238,6 +239,20 @@ class _Grouped(_Builder):
         return [axis for axis in axes if axis in inside]
 
 
+class _Beside(_Grouped):
+    """The same of known lengths, but for the rows: most sums are over whole groups."""
+
+    def draw_extents(self) -> tuple[int, ...]:
+        return self.draw(st.sampled_from(BESIDE))
+
+    def axis(self, name: str, extent: int) -> Axis:
+        return super().axis(name, extent) if name == "r" else Axis(name, extent)
+
+    def reduced(self, inside: Sequence[str]) -> list[str]:
+        axes = self.draw(st.sampled_from(["cd", "cd", "d", "d", "c", "r", "rd", "rcd"]))
+        return [axis for axis in axes if axis in inside]
+
+
 class _Segmented(_Builder):
     """Rows along two axes, c and d, of known lengths, as channels of images are: most sums are over
     d alone, or over both, and then over rows.
@@ -347,6 +362,10 @@ def cases(draw: DrawFn, builders: type[_Builder] = _Builder) -> Case:
 
 def grouped_cases() -> st.SearchStrategy[Case]:
     return cases(_Grouped)
+
+
+def beside_cases() -> st.SearchStrategy[Case]:
+    return cases(_Beside)
 
 
 def segmented_cases() -> st.SearchStrategy[Case]:

@@ -5,7 +5,8 @@ would only repeat. The pointwise operations are those of the C++ for CPUs, on on
 
 This file prints the module; cuda_rows.py prints launches over rows, cuda_bulk_rows.py those that
 one copy brings for all threads of a block, cuda_segments.py those over rows along two axes,
-cuda_columns.py those down columns, cuda_elements.py those that combine what programs leave.
+cuda_columns.py those down columns, cuda_groups.py those down groups of them, cuda_elements.py those
+that combine what programs leave.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from normpass.backend.codegen.cuda_bulk_rows import BulkRowsPrinter
 from normpass.backend.codegen.cuda_columns import ColumnsPrinter
 from normpass.backend.codegen.cuda_elements import ElementsPrinter
+from normpass.backend.codegen.cuda_groups import GroupsPrinter
 from normpass.backend.codegen.cuda_rows import RowsPrinter
 from normpass.backend.codegen.cuda_segments import SegmentsPrinter
 from normpass.backend.program.team import team_of
@@ -62,6 +64,8 @@ def generate(plan: Plan, others: Mapping[int, Launch] = AS_PLANNED) -> CudaSourc
 def printer_of(launch: Launch) -> type[CudaNames]:
     """What prints a launch."""
     team = team_of(launch)
+    if team.group:
+        return GroupsPrinter
     if team.across:
         return ColumnsPrinter
     if team.bulk:

@@ -22,7 +22,7 @@ from normpass.backend.program.tree import (
 from normpass.passes.region import product
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from normpass.backend.program.tree import Access, Accumulator, Launch, Leaf, Plan
 
@@ -30,21 +30,13 @@ if TYPE_CHECKING:
 A_FEW = "#pragma unroll 4"
 
 
-class ColumnsPrinter(RowsPrinter):
-    """Prints one launch down columns."""
+class DownPrinter(RowsPrinter):
+    """Prints what is the same of launches down rows."""
 
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan, launch, number)
         self.columns = plan.axis[plan.vector]
-        self.tiles, self.rows = [*launch.outer], launch.inner
-
-    def source(self) -> list[str]:
-        self.indent = 1
-        self.places()
-        self.share()
-        self.asking()
-        self.body()
-        return [*self.head(), *self.lines, "}"]
+        self.rows = [axis for axis in launch.inner if axis != self.columns]
 
     def row_type(self) -> None:
         team = self.team
@@ -55,6 +47,75 @@ class ColumnsPrinter(RowsPrinter):
         if self.team.together:
             self.line(f"Down<scalar, Row, {self.team.together}> down(chip);")
         return self.team.exchange
+
+    def unroll(self, loop: Loop) -> str:
+        return A_FEW if any(isinstance(node, Store) for node in loop.body) else UNROLL
+
+    @contextmanager
+    def vectors(self, unroll: str = UNROLL) -> Iterator[None]:
+        with super().vectors(unroll):
+            self.index_inside()
+            yield
+
+    def index_inside(self) -> None:
+        self.unravel(self.rows, "row.at(k)")
+
+    def vector_at(self, access: Access) -> str:
+        return self.address(access)
+
+    def flattened(self, loop: Loop) -> Loop:
+        """A nest's inner loop, with the values of the outer one."""
+        *values, inner = loop.body
+        return replace(inner, body=(*values, *inner.body)) if isinstance(inner, Loop) else loop
+
+    # -- columns
+
+    def of_columns(self, text: str) -> None:
+        """What is done for each of a thread's columns."""
+        self.line(UNROLL)
+        self.line(f"for (int j = 0; j < {self.team.lanes}; ++j) {text}")
+
+    def for_each_column(self, value: str, expression: str) -> None:
+        """A value for each of a thread's columns."""
+        name = self.free.value[value]
+        self.line(f"{self.type_of(value)} {name}[{self.team.lanes}];")
+        self.of_columns(f"{name}[j] = {expression};")
+
+    def element_at(self, access: Access) -> str:
+        """The address of an element for one of a thread's columns."""
+        step = access.strides.get(self.columns.name)
+        if step is None:
+            return self.address(access)
+        text = index_expression(step)
+        return f"{self.address(access)} + {'j' if text == '1' else f'j * {factor(text)}'}"
+
+    def begin_columns(self, accumulator: Accumulator) -> None:
+        """A sum for each of a thread's columns."""
+        name = f"acc_{accumulator.op.name}"
+        self.line(f"scalar {name}[{self.team.lanes}];")
+        self.of_columns(f"{name}[j] = {self.fn(accumulator)}::neutral<scalar>();")
+
+    def added_up(self, how: str, accumulators: Iterable[Accumulator]) -> None:
+        """Sums of one kind over all of a team."""
+        if accumulators := [*accumulators]:
+            names = ", ".join(f"acc_{each.op.name}" for each in accumulators)
+            self.line(f"{how}{', '.join(map(self.fn, accumulators))}>({names});")
+
+
+class ColumnsPrinter(DownPrinter):
+    """Prints one launch down columns."""
+
+    def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
+        super().__init__(plan, launch, number)
+        self.tiles = [*launch.outer]
+
+    def source(self) -> list[str]:
+        self.indent = 1
+        self.places()
+        self.share()
+        self.asking()
+        self.body()
+        return [*self.head(), *self.lines, "}"]
 
     def share(self) -> None:
         """Which columns a team has."""
@@ -77,18 +138,6 @@ class ColumnsPrinter(RowsPrinter):
                 self.ask(load.access, "0")
             self.line("device::group();")
 
-    def unroll(self, loop: Loop) -> str:
-        return A_FEW if any(isinstance(node, Store) for node in loop.body) else UNROLL
-
-    @contextmanager
-    def vectors(self, unroll: str = UNROLL) -> Iterator[None]:
-        with super().vectors(unroll):
-            self.unravel(self.rows, "row.at(k)")
-            yield
-
-    def vector_at(self, access: Access) -> str:
-        return self.address(access)
-
     # -- columns
 
     def body(self) -> None:
@@ -98,10 +147,7 @@ class ColumnsPrinter(RowsPrinter):
         super().body()
 
     def loop(self, loop: Loop, *, is_first: bool, is_last: bool) -> None:
-        *values, inner = loop.body
-        if len(self.rows) > 1 and isinstance(inner, Loop):
-            loop = replace(inner, body=(*values, *inner.body))
-        super().loop(loop, is_first=is_first, is_last=is_last)
+        super().loop(self.flattened(loop), is_first=is_first, is_last=is_last)
 
     def read_aside(self, load: Load) -> set[str]:
         name, access = load.access.buffer.name, load.access
@@ -113,30 +159,11 @@ class ColumnsPrinter(RowsPrinter):
     def indices(self) -> None:
         """There is nothing but columns."""
 
-    def of_columns(self, text: str) -> None:
-        """What is done for each of a thread's columns."""
-        self.line(UNROLL)
-        self.line(f"for (int j = 0; j < {self.team.lanes}; ++j) {text}")
-
     def define(self, value: str, expression: str) -> None:
         if value not in self.indexed:
             super().define(value, expression)
             return
         self.for_each_column(value, expression)
-
-    def for_each_column(self, value: str, expression: str) -> None:
-        """A value for each of a thread's columns."""
-        name = self.free.value[value]
-        self.line(f"{self.type_of(value)} {name}[{self.team.lanes}];")
-        self.of_columns(f"{name}[j] = {expression};")
-
-    def element_at(self, access: Access) -> str:
-        """The address of an element for one of a thread's columns."""
-        step = access.strides.get(self.columns.name)
-        if step is None:
-            return self.address(access)
-        text = index_expression(step)
-        return f"{self.address(access)} + {'j' if text == '1' else f'j * {factor(text)}'}"
 
     def leaf(self, node: Leaf) -> None:
         match node:
@@ -146,9 +173,7 @@ class ColumnsPrinter(RowsPrinter):
             case Compute(op):
                 self.compute(op)
             case Begin(accumulator):
-                name = f"acc_{accumulator.op.name}"
-                self.line(f"scalar {name}[{self.team.lanes}];")
-                self.of_columns(f"{name}[j] = {self.fn(accumulator)}::neutral<scalar>();")
+                self.begin_columns(accumulator)
             case Finish(accumulator):
                 self.define(accumulator.op.name, f"acc_{accumulator.op.name}[j]")
             case Store(output, access):
@@ -163,6 +188,4 @@ class ColumnsPrinter(RowsPrinter):
         self.line(f"accumulate<{self.fn(accumulator)}>({name}, {text});")
 
     def add_up(self, accumulators: list[Accumulator]) -> None:
-        if accumulators:
-            names = ", ".join(f"acc_{each.op.name}" for each in accumulators)
-            self.line(f"down.all<{', '.join(map(self.fn, accumulators))}>({names});")
+        self.added_up("down.all<", accumulators)

@@ -32,7 +32,7 @@ WORDS = (
     "while xor Row Slots Exchange Sum Prod Amax Amin chip exchange row rows program share shares "
     "first last number stage element there part sum ask ask_values i j k p get put combine "
     "accumulate mask_of std device blockIdx threadIdx Segments Bands bands turn all_of_warp "
-    "Columns Down down Arrivals arrivals ask_rows parity"
+    "Columns Down down Beside beside Arrivals arrivals ask_rows parity"
 )
 EXPRESSIONS = " ".join(row.cpp for row in POINTWISE.values())
 RESERVED = frozenset((*WORDS.split(), *re.findall(r"[A-Za-z_]\w*", EXPRESSIONS)))
@@ -63,7 +63,7 @@ class CudaNames(cpp_names.Names):
         self.along = ""  # no axis has lanes
         self.launch, self.number, self.team = launch, number, team_of(launch)
         self.kernel_name = f"{re.sub(r'[^A-Za-z0-9_]', '_', self.region.name)}_{number}"
-        prefixes = ("next", "slots", "out", "turns")
+        prefixes = ("next", "slots", "out", "turns", "columns")
         values = [*(b.name for b in self.buffers), *(op.name for op in self.region.ops)]
         self.free = Names(plan, RESERVED | {f"{p}_{v}" for p in prefixes for v in values})
         self.tiles = [axis for axis in launch.outer if axis.name not in launch.blocks.shares]

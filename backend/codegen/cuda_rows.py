@@ -46,11 +46,11 @@ LONG = 512
 
 class RowsPrinter(CudaNames):
     """Prints one launch over rows. counters: of the loops over a thread's vectors. slot: where a
-    vector lies on chip.
+    vector lies on chip. is_first: whether a thread does what is done once for a row.
     """
 
     counters: tuple[str, ...] = ("k",)
-    slot = "k"
+    slot, is_first = "k", "row.is_first()"
 
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan, launch, number)
@@ -129,7 +129,7 @@ class RowsPrinter(CudaNames):
         if self.tiles:
             self.line(f"const int64_t program = {program};")
             self.line(f"const int64_t share = program % {SHARES};")
-            self.unravel(self.tiles, f"program / {SHARES}")
+            self.tile_indices(f"program / {SHARES}")
         else:
             self.line(f"const int64_t share = {program};")
         count = index_expression(product(axis.extent for axis in self.share_axes))
@@ -137,6 +137,10 @@ class RowsPrinter(CudaNames):
         self.line(f"const {self.kind} first = share * rows < {count} ? share * rows : {count};")
         self.line(f"const {self.kind} last = first + rows < {count} ? first + rows : {count};")
         self.scalars()
+
+    def tile_indices(self, tile: str) -> None:
+        """Those of a team along the axes that rows are not shared out along."""
+        self.unravel(self.tiles, tile)
 
     def asking(self) -> None:
         """What is on its way before the first row, and how later rows are asked for."""
@@ -336,12 +340,12 @@ class RowsPrinter(CudaNames):
             case Finish(accumulator) if not accumulator.shared:
                 self.define(accumulator.op.name, f"acc_{accumulator.op.name}")
             case Keep(value, _, _):
-                self.line(f"if (row.is_first()) *({self.kept(value)}) = {self.as_number(value)};")
+                self.line(f"if ({self.is_first}) *({self.kept(value)}) = {self.as_number(value)};")
             case Recall(value, axes, _):
                 self.recall(value, axes)
             case Store(output, access):
                 text = f"put({self.address(access)}, {self.as_number(output.value)});"
-                self.line(f"if (row.is_first()) {text}")
+                self.line(f"if ({self.is_first}) {text}")
 
     # -- sums
 
@@ -397,7 +401,7 @@ class RowsPrinter(CudaNames):
         if not {axis.name for axis in self.launch.inner}.isdisjoint(accumulator.op.axes):
             self.add_up([accumulator])
         self.line(
-            f"if (row.is_first()) *({self.partial(accumulator)}) = acc_{accumulator.op.name};"
+            f"if ({self.is_first}) *({self.partial(accumulator)}) = acc_{accumulator.op.name};"
         )
 
     def partial(self, accumulator: Accumulator) -> str:

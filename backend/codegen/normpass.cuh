@@ -232,8 +232,10 @@ struct Columns : Share<THREADS, BLOCKS, VECTORS, LANES> {
     return (k * BLOCKS + this->block) * at_once + int(threadIdx.x) / ACROSS;
   }
   __device__ bool has(int k) const { return ROWS == VECTORS * BLOCKS * at_once || at(k) < rows; }
-  // Whether this thread does what is done once for its columns.
+  // Whether this thread does what is done once for its columns, or for a group of which so many
+  // threads side by side have columns.
   __device__ bool leads() const { return this->block == 0 && threadIdx.x < ACROSS; }
+  __device__ bool leads(int group) const { return leads() && threadIdx.x % group == 0; }
 };
 
 // What tells that all bytes of a row have come, of each of STAGES rows. Which turn of a stage it is
@@ -369,50 +371,72 @@ struct Bands {
 };
 
 // Adds up columns over a team, in the same order every time. All threads that have a column get the
-// same bits. Each warp leaves its sums to its block, and each block its own to every other one.
+// same bits. Each warp leaves its sums to its block, or each row where no warp has whole ones, and
+// each block its own to every other one.
 template <typename scalar, typename Row, int TOGETHER>
 struct Down {
-  static constexpr int warps = Row::threads / WARP, columns = Row::columns;
-  scalar* const of_warps;
+  static constexpr bool is_of_warps = WARP % Row::across == 0;
+  static constexpr int parts = is_of_warps ? Row::threads / WARP : Row::at_once;
+  scalar* const of_parts;
   scalar* const of_blocks;
   int turn = 0;
   __device__ explicit Down(unsigned char* on_chip)
-      : of_warps(reinterpret_cast<scalar*>(on_chip)), of_blocks(of_warps + TOGETHER * warps * columns) {}
+      : of_parts(reinterpret_cast<scalar*>(on_chip)),
+        of_blocks(of_parts + TOGETHER * parts * Row::columns) {}
 
-  template <typename... Ops, typename... Values> __device__ void all(Values&... values) {
-    static_assert(sizeof...(Values) <= TOGETHER, "more sums than there is room for");
-    scalar* const here = of_blocks + turn * TOGETHER * Row::blocks * columns;
+  // Sums of each column.
+  template <typename... Ops, typename... Arrays> __device__ void all(Arrays&... values) {
+    add<Row::lanes, 1, Ops...>(values...);
+  }
+  // Sums of all columns of a group, of which GROUP threads side by side have some.
+  template <int GROUP, typename... Ops, typename... Numbers>
+  __device__ void groups(Numbers&... numbers) {
+    add<1, GROUP, Ops...>(reinterpret_cast<scalar(&)[1]>(numbers)...);
+  }
+
+  template <int LANES, int GROUP, typename... Ops, typename... Arrays>
+  __device__ void add(Arrays&... values) {
+    static_assert(sizeof...(Arrays) <= TOGETHER, "more sums than there is room for");
+    constexpr int columns = Row::across * LANES;
+    scalar* const here = of_blocks + turn * TOGETHER * Row::blocks * Row::columns;
     turn ^= 1;
     int n = 0;
-    (leave<Ops>(values, of_warps + n++ * warps * columns), ...);
+    (leave<Ops>(values, of_parts + n++ * parts * columns), ...);
     device::block_barrier();
     n = 0;
-    ((share<Ops>(of_warps + n * warps * columns, here + n * Row::blocks * columns), ++n), ...);
+    ((share<Ops, columns>(of_parts + n * parts * columns, here + n * Row::blocks * columns), ++n),
+     ...);
     if constexpr (Row::blocks > 1) device::cluster_barrier();
     else device::block_barrier();
     n = 0;
-    (take<Ops>(values, here + n++ * Row::blocks * columns), ...);
+    (take<Ops, GROUP>(values, here + n++ * Row::blocks * columns), ...);
   }
 
-  // A warp's sums of its threads' columns.
-  template <typename Op> __device__ static void leave(scalar (&values)[Row::lanes], scalar* sums) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  // What a part has of its threads' columns.
+  template <typename Op, int LANES>
+  __device__ static void leave(scalar (&values)[LANES], scalar* sums) {
+    constexpr int columns = Row::across * LANES;
+    const int thread = int(threadIdx.x) % Row::across;
+    const int part = int(threadIdx.x) / (is_of_warps ? WARP : Row::across);
+    const bool leaves = !is_of_warps || threadIdx.x % WARP < Row::across;
 #pragma unroll
-    for (int j = 0; j < Row::lanes; ++j) {
+    for (int j = 0; j < LANES; ++j) {
+      if constexpr (is_of_warps) {
 #pragma unroll
-      for (int bit = WARP / 2; bit >= Row::across; bit /= 2)
-        values[j] = Op::combine(values[j], device::of_partner(values[j], bit));
-      if (lane < Row::across) sums[warp * columns + lane * Row::lanes + j] = values[j];
+        for (int bit = WARP / 2; bit >= Row::across; bit /= 2)
+          values[j] = Op::combine(values[j], device::of_partner(values[j], bit));
+      }
+      if (leaves) sums[part * columns + thread * LANES + j] = values[j];
     }
   }
 
   // A block's sums, to all blocks.
-  template <typename Op> __device__ static void share(const scalar* sums, scalar* to) {
-    for (int column = threadIdx.x; column < columns; column += Row::threads) {
+  template <typename Op, int COLUMNS> __device__ static void share(const scalar* sums, scalar* to) {
+    for (int column = threadIdx.x; column < COLUMNS; column += Row::threads) {
       scalar sum = sums[column];
-      for (int warp = 1; warp < warps; ++warp) sum = Op::combine(sum, sums[warp * columns + column]);
+      for (int part = 1; part < parts; ++part) sum = Op::combine(sum, sums[part * COLUMNS + column]);
       if constexpr (Row::blocks > 1) {
-        const int mine = blockIdx.x % Row::blocks * columns + column;
+        const int mine = blockIdx.x % Row::blocks * COLUMNS + column;
         for (int block = 0; block < Row::blocks; ++block) device::put_in_block(to + mine, block, sum);
       } else {
         to[column] = sum;
@@ -420,15 +444,46 @@ struct Down {
     }
   }
 
-  template <typename Op> __device__ static void take(scalar (&values)[Row::lanes], const scalar* sums) {
-    const int first = int(threadIdx.x) % Row::across * Row::lanes;
+  template <typename Op, int GROUP, int LANES>
+  __device__ static void take(scalar (&values)[LANES], const scalar* sums) {
+    constexpr int columns = Row::across * LANES;
+    const int first = int(threadIdx.x) % Row::across / GROUP * GROUP * LANES;
 #pragma unroll
-    for (int j = 0; j < Row::lanes; ++j) {
+    for (int j = 0; j < LANES; ++j) {
       values[j] = sums[first + j];
 #pragma unroll
-      for (int block = 1; block < Row::blocks; ++block)
-        values[j] = Op::combine(values[j], sums[block * columns + first + j]);
+      for (int other = 1; other < GROUP * Row::blocks; ++other)
+        values[j] = Op::combine(
+            values[j], sums[other / GROUP * columns + first + other % GROUP + j]);
     }
+  }
+};
+
+// Adds up what threads side by side have of a group, GROUP of them, in the same order every time.
+// Those that have the same columns have the same numbers.
+template <typename scalar, typename Row, int GROUP, int TOGETHER>
+struct Beside {
+  scalar* const first;
+  int turn = 0;
+  __device__ explicit Beside(unsigned char* on_chip) : first(reinterpret_cast<scalar*>(on_chip)) {}
+
+  template <typename... Ops, typename... Numbers> __device__ void all(Numbers&... numbers) {
+    static_assert(sizeof...(Numbers) <= TOGETHER, "more sums than there is room for");
+    scalar* const here = first + turn * TOGETHER * Row::across;
+    turn ^= 1;
+    int n = 0;
+    if (threadIdx.x < Row::across) ((here[n++ * Row::across + threadIdx.x] = numbers), ...);
+    device::block_barrier();
+    n = 0;
+    ((numbers = of_group<Ops>(here + n++ * Row::across)), ...);
+  }
+
+  template <typename Op> __device__ static scalar of_group(const scalar* numbers) {
+    const int begin = int(threadIdx.x) % Row::across / GROUP * GROUP;
+    scalar sum = numbers[begin];
+#pragma unroll
+    for (int k = 1; k < GROUP; ++k) sum = Op::combine(sum, numbers[begin + k]);
+    return sum;
   }
 };
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 LEAST_CAPABILITY = 80
 # Warps of a program that has a multiprocessor to itself.
 CROWDED = 16
+# Bytes that memory hands out at a time.
+SECTOR = 32
 
 
 @lru_cache(maxsize=4096)
@@ -48,11 +50,23 @@ def gpu_machine(region: Region, classes: tuple[SizeClass, ...], capability: int)
 
 
 def _is_better(plan: Plan, in_triton: Plan) -> bool:
-    """Whether teams hold what programs of Triton read again or have no registers for, or take fewer
-    launches.
+    """Whether teams hold what programs of Triton read again or have no registers for, read more of
+    what memory hands out at a time, or take fewer launches.
     """
     few = len(plan.launches) < len(in_triton.launches)
-    return few or _reads_again(in_triton) or _is_crowded(in_triton)
+    return few or _is_joined(plan) or _reads_again(in_triton) or _is_crowded(in_triton)
+
+
+def _is_joined(plan: Plan) -> bool:
+    """Whether a team has several groups side by side of which a program of Triton would read each
+    on its own, and all around it with it.
+    """
+    return any(
+        launch.team.group * launch.team.lanes * load.access.buffer.dtype.itemsize < SECTOR
+        for launch in plan.launches
+        if launch.team and launch.team.group
+        for load in (*launch.team.staged, *launch.held)
+    )
 
 
 def _reads_again(plan: Plan) -> bool:

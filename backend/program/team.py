@@ -10,7 +10,7 @@ A row that one block cannot hold in this way is held by two blocks, four or eigh
 
 Rows along two axes are segments, of which each band of a block's threads takes one at a time: the
 channels of a group, or the images of a batch where a channel is a row. Where rows would lie across
-memory a team has several of them side by side, as columns.
+memory a team has several of them side by side, as columns, each on its own or in groups.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class Team:
     the most sums along a row that are added up over a team at once. beside: bytes of shared memory
     for other things. bands: of a block. turns: segments of a row that a band has; of each of them a
     thread has so many vectors. apart: the most sums along a segment that are added up over a band
-    at once. across: threads side by side, where a team has columns. bulk: of what is staged, that
-    of which one copy brings all that a block has of a row. aside: what is the same for all rows,
-    and is read from memory for each of them where there is no room for it on chip.
+    at once, or along a group's columns over its threads. across: threads side by side, where a team
+    has columns. group: those of them that have a group's; 0 where each column is on its own. bulk:
+    of what is staged, that of which one copy brings all that a block has of a row. aside: what is
+    the same for all rows, and is read from memory for each of them where there is no room for it on
+    chip.
     """
 
     threads: int
@@ -66,6 +68,7 @@ class Team:
     turns: int = 1
     apart: int = 0
     across: int = 0
+    group: int = 0
     bulk: tuple[Load, ...] = ()
     aside: tuple[Load, ...] = ()
 
@@ -97,17 +100,24 @@ class Team:
     @property
     def exchange(self) -> int:
         """Bytes of shared memory in which a team adds up: twice, so that nobody waits for others to
-        have read before the next sum. Where it has columns: for each of them a number of each warp,
-        and twice one of each block.
+        have read before the next sum. Where it has columns: for each of them a number of each part
+        of a block, and twice one of each block.
         """
         if self.across:
-            of_column = self.together * (self.threads // WARP + 2 * self.blocks)
+            of_column = self.together * (self.parts + 2 * self.blocks)
             return _whole(of_column * self.across * self.lanes * self.width)
         return self.room(self.together * self.blocks)
 
     @property
+    def parts(self) -> int:
+        """What leaves sums of columns to its block: warps, or rows that warps do not divide."""
+        return self.threads // (self.across if WARP % self.across else WARP)
+
+    @property
     def exchange_of_bands(self) -> int:
-        """The same for bands of several warps."""
+        """The same for bands of several warps, and for threads side by side that have a group."""
+        if self.group:
+            return _whole(2 * self.apart * self.across * self.width) if self.group > 1 else 0
         return self.room(self.apart) if self.threads > self.bands * WARP else 0
 
     def room(self, sums: int) -> int:
@@ -155,9 +165,13 @@ def roomier(launch: Launch) -> Launch | None:
     sizes = [int(load.access.buffer.dtype.itemsize) for load in (*team.staged, *launch.held)]
     bytes = team.lanes * min(sizes, default=NARROWEST) // 2  # of the narrowest, if it is halved
     narrower = replace(
-        team, lanes=team.lanes // 2, vectors=team.vectors * 2, across=team.across * 2
+        team,
+        lanes=team.lanes // 2,
+        vectors=team.vectors * 2,
+        across=team.across * 2,
+        group=team.group * 2,
     )
-    is_one = team.lanes > 1 and narrower.across <= WARP
+    is_one = team.lanes > 1 and (not team.across or team.threads % narrower.across == 0)
     if is_one and bytes >= WIDEST // 2:
         return replace(launch, team=narrower)
     if blocks.programs > 1:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from normpass.backend.program.launches import UnsupportedPlanError
 from normpass.backend.program.team import WARP, Team, refused
 from normpass.backend.program.team_columns import Columns
+from normpass.backend.program.team_groups import Groups, group_axis
 from normpass.backend.program.team_rows import Rows
 from normpass.backend.program.team_segments import Segments
 from normpass.backend.program.tree import Blocks, Compute, Keep, Load, Recall, Store, walk
@@ -45,6 +48,9 @@ def _with_team(plan: Plan, launch: Launch, clusters: Clusters) -> Launch:
         return _of_elements(plan, launch)
     if plan.vector in {axis.name for axis in launch.outer}:
         return Columns(plan, launch).fitting(clusters)
+    if group_axis(plan, launch):
+        with suppress(UnsupportedPlanError):
+            return Groups(plan, launch).fitting(clusters)
     kind = Rows if len(launch.inner) == 1 else Segments
     return kind(plan, launch).fitting(clusters)
 

@@ -57,7 +57,7 @@ def choose_blocks(plan: Plan, launch: Launch, tiling: Tiling) -> Blocks:
     registers = plan.region.compute_dtype.itemsize // 4  # of an element
     beside = product(size.values()) * registers
     covers = {axis.name: _cover(axis, launch, tiling) for axis in rows}
-    resident = _fits(launch, covers, beside, tiling)
+    resident = _fits(plan, launch, covers, beside, tiling)
     again = not resident and _holds_sums(launch, rows, shares, beside, tiling)
     if again:
         covers = {axis.name: _in_pieces(axis, tiling.long_piece, tiling.pieces) for axis in rows}
@@ -203,11 +203,16 @@ def _array_axes(node: Node) -> tuple[str, ...]:
 
 
 def _fits(
-    launch: Launch, covers: Mapping[str, tuple[int, int]], beside: int, tiling: Tiling
+    plan: Plan,
+    launch: Launch,
+    covers: Mapping[str, tuple[int, int]],
+    beside: int,
+    tiling: Tiling,
 ) -> bool:
     """Whether what a program must hold of its row fits in registers: inputs that several phases
-    read, and the accumulators along the row. covers: the blocks of each of the row's axes. beside:
-    registers for each element of a row.
+    read, and the accumulators along the row. One whose neighbours lie along another axis than lanes
+    is there twice for a while, as it was read and as it is computed with. covers: the blocks of
+    each of the row's axes. beside: registers for each element of a row.
     """
     if any(axis.most is None for axis in launch.inner if axis.name in covers):
         return False
@@ -217,12 +222,13 @@ def _fits(
 
     whole = elements(covers)
     loads = Counter(n.access.buffer.name for n in walk(*launch.body) if isinstance(n, Load))
-    accesses = {
-        n.access.buffer.name: n.access.strides for n in walk(*launch.body) if isinstance(n, Load)
-    }
-    held = sum(elements(accesses[name]) for name, times in loads.items() if times > 1)
+    accesses = {n.access.buffer.name: n.access for n in walk(*launch.body) if isinstance(n, Load)}
+    again = [accesses[name] for name, times in loads.items() if times > 1]
+    held = sum(elements(access.strides) for access in again)
     held += sum(elements(accumulator.axes) for accumulator in launch.shared)
-    return max(held, whole) <= tiling.resident
+    turned = (each for each in again if each.strides.get(plan.vector, 1) != 1)
+    twice = (elements(each.strides) * each.buffer.dtype.itemsize // 4 for each in turned)
+    return max(held + max(twice, default=0), whole) <= tiling.resident
 
 
 def _streamed(launch: Launch, size: Mapping[str, int], tiling: Tiling) -> dict[str, int]:
