@@ -13,6 +13,7 @@ import tempfile
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
+import sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +58,13 @@ def pytest_unconfigure() -> None:
     """Remove the cache folder, in the process that made it."""
     if os.environ.get(OWNER) == str(os.getpid()):
         shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves to the sweep what `one_in` leaves out, unless a variant is asked for by its name."""
+    if not any("[" in argument for argument in config.args):
+        sampling.mark(items, pytest.mark.sweep)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -42,6 +42,7 @@ def test_examples_have_gradients_of_their_own(name: str) -> None:
         torch.testing.assert_close(found[2:], last[key])
 
 
+@pytest.mark.sweep
 def test_what_is_right_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ensembles, "PROGRAMS", SMALL)
     options = ["--ensembles", "--repeats", "2", "--out", str(tmp_path), "--system-allocator"]

@@ -127,6 +127,7 @@ def test_models_of_libraries(name: str, no_warm_up: None) -> None:
 # ---- right or wrong
 
 
+@pytest.mark.sweep
 def test_a_model_is_measured_in_a_process_of_its_own() -> None:
     found = steps.in_fresh_process(job())
     assert found["failed"] == found["wrong"] == {}

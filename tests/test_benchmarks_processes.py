@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 TINY = {"batch": 2, "tokens": 8, "vocabulary": 20, "width": 64, "depth": 1}
 
 
+@pytest.mark.sweep
 @needs_gloo
 def test_steps_over_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "SIZES", TINY)
@@ -50,6 +51,7 @@ def test_starts_are_compared_in_pairs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(folders) == 1  # each backend has its own caches in it
 
 
+@pytest.mark.sweep
 def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
     assert warm_start.seconds("eager", str(tmp_path)) > 0
     assert list((tmp_path / "bytecode").rglob("*.pyc"))

@@ -86,6 +86,7 @@ def test_a_wheel_in_an_empty_environment(
     assert wheel.name.startswith(f"normpass-{version}-")
 
 
+@pytest.mark.sweep
 def test_pip_install_in_a_clone_and_python_there(environment: Environment, tmp_path: Path) -> None:
     root = clone(tmp_path / "clone")
     environment.install(".", cwd=root)
@@ -95,6 +96,7 @@ def test_pip_install_in_a_clone_and_python_there(environment: Environment, tmp_p
     runs_the_example(environment, root)
 
 
+@pytest.mark.sweep
 def test_an_editable_install_in_the_clone_and_elsewhere(
     environment: Environment, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_what_passed_and_does_not_is_broken() -> None:
     assert repaired(before, after) == ["c"]
 
 
+@pytest.mark.sweep
 def test_a_file_runs_without_the_rules_and_with_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ def all_of(function: Callable[..., Any], order: int) -> list[Tensor | None]:
     return found
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", WHOLE)
 def test_in_one_graph(name: str) -> None:
     function = WHOLE[name]

@@ -203,6 +203,7 @@ def test_compiled_optimizers(name: str) -> None:
 # ---- compiled autograd
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("double_backward", [True, False])
 @pytest.mark.parametrize("options", [UNCOMPILED, BY_INDUCTOR], ids=["eager", "inductor"])
 def test_compiled_autograd(options: dict[str, Any], double_backward: bool) -> None:

@@ -136,6 +136,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workers", [1, 2, 7, 64])
 @pytest.mark.parametrize("name", CASES)
 def test_variances_in_blocks(name: str, workers: int) -> None:
@@ -329,6 +330,7 @@ output  y5: f32[r] = far
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("of", "function", "exponent", "fn", "expected"),
     [

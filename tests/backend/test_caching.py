@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -130,6 +132,7 @@ print(json.dumps([value, counters["inductor"]["fxgraph_cache_hit"]]))
 """
 
 
+@pytest.mark.sweep
 def test_a_rule_of_a_users_own_that_changed_is_compiled_again(
     fresh_cache: Path, tmp_path: Path
 ) -> None:

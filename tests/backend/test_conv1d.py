@@ -111,6 +111,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("name", "dtype", "dynamic"), CASES)
 def test_right_and_nothing_is_copied(
     name: str, dtype: torch.dtype, dynamic: bool, copied: list[int]
@@ -174,6 +175,7 @@ def test_without_a_batch() -> None:
     torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", [(0, CHANNELS, LENGTH), (1, CHANNELS, 5), (2, CHANNELS, 1)])
 def test_sizes_at_the_edge(shape: tuple[int, ...]) -> None:
     net = nn.Sequential(convolution(), nn.SiLU(), convolution())
@@ -239,6 +241,7 @@ def is_daily(name: str, dtype: torch.dtype, of_sound: bool) -> bool:
     return dtype is torch.float32 and (name, of_sound) in DAILY_SOUNDS
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "dtype", "of_sound"),
     [

@@ -82,6 +82,7 @@ def in_double(module: nn.Module, x: Tensor) -> list[Tensor]:
     return gradients(double.train(module.training), double, x.double())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("separate", [False, True], ids=["one file", "files of their own"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_step_in_cpp(dynamic: bool, separate: bool) -> None:
@@ -113,6 +114,7 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_call, "results", refuse)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("nothing_is_built")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("f", [piecewise.rms_rope, piecewise.gated])
@@ -127,6 +129,7 @@ def test_pieces_of_tensors_whose_regions_turn_out_not_to_be_built(f: Any, dynami
     assert not faults.reported()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("nothing_is_built")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_step_whose_regions_turn_out_not_to_be_built(
@@ -226,6 +229,7 @@ def network() -> nn.Module:
     return module.eval()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_package(dynamic: bool, network: nn.Module, tmp_path: Path) -> None:
     path = package(network, images(4), tmp_path / "network.pt2", dynamic=dynamic)

@@ -101,6 +101,7 @@ def test_cpp_calls_a_function_that_has_its_kernels_in_it() -> None:
     assert not faults
 
 
+@pytest.mark.one_in(2)
 @gpu_absent.needs_cpu_build
 @pytest.mark.parametrize("how", ["refused", "faulty"])
 def test_what_cannot_be_built_stays_with_inductor(how: str) -> None:

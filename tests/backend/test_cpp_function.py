@@ -109,7 +109,7 @@ def regions() -> dict[str, tuple[int, ...]]:
 def cases() -> list[random_regions.Case]:
     found: list[random_regions.Case] = []
 
-    @settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=HealthCheck)
+    @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=HealthCheck)
     @given(random_regions.cases())
     def collect(case: random_regions.Case) -> None:
         found.append(case)

@@ -153,6 +153,7 @@ def check(
             assert ours[k].stride() == theirs[k].stride()
 
 
+@pytest.mark.one_in(15)
 @by_dtype
 @by_norm
 def test_forward_and_backward(name: str, dtype: torch.dtype) -> None:
@@ -169,6 +170,7 @@ def _oracle(norm: Norm, module: nn.Module) -> Callable[..., Tensor]:
     return lambda *arguments: norm.oracle(*arguments, *[None] * missing)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["LayerNorm", "LlamaRMSNorm", "GemmaRMSNorm", "RMSNorm"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_halves_with_float32_weights(name: str, dtype: torch.dtype) -> None:
@@ -255,6 +257,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm", "BatchNorm2d"])
 def test_layouts(name: str, layout: str) -> None:
@@ -286,6 +289,7 @@ def test_tokens_of_one_image() -> None:
     torch.testing.assert_close(found, right)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "name", ["LayerNorm", "LlamaRMSNorm", "GroupNorm", "BatchNorm2d", "Softmax"]
 )
@@ -304,6 +308,7 @@ def test_a_dynamic_batch_compiles_once(name: str) -> None:
     assert count_fused("backward") >= 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", [(0, 67), (1, 67), (67,), (3, 1)], ids=str)
 def test_few_rows(shape: tuple[int, ...]) -> None:
     module = module_of(Norm(lambda: nn.LayerNorm(shape[-1]), shape, layer), torch.float32)
@@ -349,6 +354,7 @@ def test_forward_alone(dtype: torch.dtype) -> None:
     assert count_fused("forward") == 1
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_double_backward(dtype: torch.dtype, dynamic: bool) -> None:

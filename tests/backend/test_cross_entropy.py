@@ -86,6 +86,7 @@ def backward_region(heard: list[Any]) -> Region:
     return parse(found.text)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:

@@ -104,6 +104,7 @@ def test_what_is_written_in_cuda() -> None:
     assert all("in CUDA C++: expected" in reason for reason in reasons)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("name", "machine"), variants())
 def test_kernels_compute_what_their_regions_mean(name: str, machine: str) -> None:
     refusal = ""
@@ -197,6 +198,7 @@ MORE = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_sums_of_several_warps_and_tiles(name: str, machine: str) -> None:
@@ -206,6 +208,7 @@ def test_sums_of_several_warps_and_tiles(name: str, machine: str) -> None:
     assert machine != "H200"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "c", "t", "blocks"),
     [
@@ -223,7 +226,7 @@ def test_long_rows(name: str, c: str, t: str, blocks: int) -> None:
     compare(Case(f"{name} {c}", text, ((4,),), oracle), kernel, (4,), "cpu", oracle)
 
 
-@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 12])
+@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 5])
 def test_kernels_compute_random_regions(examples: int) -> None:
     kernels = cuda_random.random_kernels(examples, MACHINES, lambda launch: launch.inner)
     assert len(kernels) == examples
@@ -291,6 +294,7 @@ def test_where_it_cannot_be_built_triton_takes_over(caplog: pytest.LogCaptureFix
 # ---- the tests' own GPU
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("text", "instead", "found"),
     [

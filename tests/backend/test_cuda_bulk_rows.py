@@ -63,6 +63,7 @@ NAMES = (
 MASKED = Case("masked rows", fill(regions.MASKED, c="64"), ((5,),), mathematics.masked)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("case", [*(CASES[name] for name in NAMES), MASKED], ids=lambda c: c.name)
 def test_kernels_compute_what_their_regions_mean(case: Case, machine: str) -> None:
@@ -85,7 +86,7 @@ def test_long_rows(c: str, t: str, blocks: int) -> None:
     compare(Case(c, text, ((7,),), oracle), kernel, (7,), "cpu", oracle)
 
 
-@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 12])
+@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 4])
 def test_random_regions(examples: int) -> None:
     kernels = cuda_random.random_kernels(
         examples,
@@ -109,6 +110,7 @@ def test_rows_that_begin_elsewhere_are_copied_first() -> None:
             torch.testing.assert_close(y, torch.softmax(x.float(), 1).half())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("text", "instead", "found"),
     [
@@ -160,6 +162,7 @@ def test_segments_come_thread_by_thread() -> None:
     assert not any(team_of(launch).bulk for launch in plan.launches)
 
 
+@pytest.mark.one_in(3)
 @needs_nvrtc
 @needs_triton  # whose cuobjdump tells
 @pytest.mark.usefixtures("compiler_cache")

@@ -36,6 +36,7 @@ MACHINES = {
 SHAPES = {"batch_norm": ((5, 32, 6, 6), (2, 48, 6, 7), (1, 128, 5, 5))}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "machine"), [*variants(SHAPES, MACHINES, channels_last=True)])
 def test_norms(case: GpuCase, machine: str) -> None:
     for region in regions(case):
@@ -97,6 +98,7 @@ def test_a_number_of_images_known_at_run_time(images: int) -> None:
         compare(Case("batch norm", text, ((images,),), oracle), kernel, (images,), "cpu", oracle)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("crowded", [1, 2, 3])
 def test_where_registers_do_not_suffice(crowded: int) -> None:
     """It is built again for threads with fewer numbers at a time, or fewer blocks at once."""
@@ -125,7 +127,7 @@ def test_what_a_team_has(shape: tuple[int, ...], columns: int, blocks: int) -> N
     assert (team.across * team.lanes, team.blocks) == (columns, blocks)
 
 
-@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 8])
+@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 4])
 def test_random_regions(examples: int) -> None:
     found = cuda_random.random_kernels(
         examples,

@@ -41,6 +41,7 @@ MACHINES = {
 SHAPES = {"group_norm": ((2, 320, 4, 5), (3, 128, 5, 5), (2, 768, 3, 2))}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "machine"), [*variants(SHAPES, MACHINES, channels_last=True)])
 def test_norms(case: GpuCase, machine: str) -> None:
     if case.phase == "backward":
@@ -110,6 +111,7 @@ def test_one_image(phase: str) -> None:
         assert team_of(plan.launches[0]).group
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("crowded", [1, 2, 3])
 def test_where_registers_do_not_suffice(crowded: int) -> None:
     """It is built again for threads with fewer numbers at a time, or fewer blocks at once."""
@@ -158,7 +160,7 @@ def test_where_programs_of_triton_would_read_slivers(channels: int, is_cuda: boo
     assert (gpu_machine(region, (), 90) is not GPU) == is_cuda
 
 
-@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 8])
+@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 4])
 def test_random_regions(examples: int) -> None:
     found = cuda_random.random_kernels(
         examples, MACHINES, lambda launch: team_of(launch).group, random_regions.beside_cases

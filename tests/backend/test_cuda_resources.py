@@ -29,6 +29,7 @@ DTYPES = ({"t": "bf16", "w": "f32"}, {"t": "f16"}, {"t": "f32"}, {"t": "f64"})
 SETS = {"few": (DTYPES[::2], ("4096", "65536")), "all": (DTYPES, WIDTHS)}
 
 
+@pytest.mark.one_in(4)
 @needs_nvrtc
 @needs_triton  # whose cuobjdump tells
 @pytest.mark.usefixtures("compiler_cache")

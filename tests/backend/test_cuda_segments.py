@@ -44,6 +44,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("case", "machine"), [*variants(SHAPES, MACHINES)])
 def test_norms(case: GpuCase, machine: str) -> None:
     for region in regions(case):
@@ -110,6 +111,7 @@ def test_sums_over_segments_and_rows_are_refused() -> None:
     check(without, MACHINES["H200"], "without that sum")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("images", [1, 5, 8, 13])
 def test_a_number_of_images_known_at_run_time(images: int) -> None:
     """A kernel for all numbers up to the next power of two."""
@@ -123,6 +125,7 @@ def test_a_number_of_images_known_at_run_time(images: int) -> None:
         compare(Case("batch norm", text, ((images,),), oracle), kernel, (images,), "cpu", oracle)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("crowded", [1, 2, 3])
 def test_where_registers_do_not_suffice(crowded: int) -> None:
     """It is built again for threads with fewer numbers at a time, or fewer blocks at once."""
@@ -143,7 +146,7 @@ def test_what_bands_have() -> None:
     assert team.elements <= 1.15 * 256 * 3136 / team.blocks
 
 
-@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 8])
+@pytest.mark.parametrize("examples", [pytest.param(300, marks=pytest.mark.sweep), 4])
 def test_random_regions(examples: int) -> None:
     found = cuda_random.random_kernels(
         examples,

@@ -70,6 +70,7 @@ def assert_right(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-8 * want.abs().max().item())
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("registered", "dynamic"), [(False, False), (True, False), (True, True)], ids=str
 )

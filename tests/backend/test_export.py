@@ -86,6 +86,7 @@ def check(program: torch.export.ExportedProgram, x: Tensor, right: Tensor, folde
     assert done.stdout == "right\n", done.stderr
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_trained_model(compiled: bool, strict: bool, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def curvature(x: Tensor) -> Tensor:
     return torch.func.jvp(torch.func.grad(norm), (x,), (x.cos(),))[1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("function", [gradient_of_examples, tangent, curvature])
 def test_a_function_with_rules(function: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """torch.export takes no transforms itself: what they make is traced first. (torch 2.13 refuses

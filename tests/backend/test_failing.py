@@ -228,6 +228,7 @@ def test_threads_compile_and_run_at_once() -> None:
         assert all(pool.map(run, range(16)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("new", [False, True])

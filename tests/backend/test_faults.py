@@ -124,6 +124,7 @@ def survived_by(
 
 
 # What Inductor makes of a graph that is left to it does not depend on the stage: two show it.
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "inner"),
     [*((name, "eager") for name in PER_REGION), ("plan", "inductor"), ("order", "inductor")],
@@ -141,6 +142,7 @@ def test_a_fault_in_a_region_leaves_it_to_inductor(
         assert f"a fault of normpass in {stage}: KeyError" in decision.reason  # type: ignore[union-attr]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PER_GRAPH)
 def test_a_fault_in_a_graph_leaves_it_to_inductor(
     name: str,
@@ -153,6 +155,7 @@ def test_a_fault_in_a_graph_leaves_it_to_inductor(
     survive(70 + [*PER_GRAPH].index(name), caplog, stage, inner="eager", debug=str(tmp_path))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", IN_LOWERING)
 def test_a_fault_in_lowering_costs_no_fusion(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -128,6 +128,7 @@ PRODUCTS: dict[str, Product] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name: str) -> None:
     torch.manual_seed(0)
@@ -143,6 +144,7 @@ def test_products(name: str) -> None:
     assert counted(codes) in ((expected, 0) if name.startswith("one") else (expected,))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_step(dynamic: bool) -> None:
     torch.manual_seed(0)

@@ -167,6 +167,7 @@ CALLS = [(name, rows) for name in TEXTS for rows in (1, 5, 8, 13, 300)]
 CALLS = [(name, rows) for name, rows in CALLS if TEXTS[name][1] or rows == 1]
 
 
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("begin", [0, 1], ids=["aligned", "not aligned"])
 @pytest.mark.parametrize(("name", "rows"), CALLS)
 def test_a_function_computes_what_its_region_means(

@@ -41,6 +41,7 @@ def compiled(library: Path, size: str, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["gpt2", "resnet", "unet", pytest.param("vit", marks=pytest.mark.sweep)]
 )

@@ -68,6 +68,7 @@ FLOATS = {**DTYPES, "f32": torch.float32}
 WIDTHS = (64, 72, 83, 5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("past_caches", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(

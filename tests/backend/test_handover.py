@@ -47,6 +47,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_views_of_what_is_itself_a_view(inner: str) -> None:
@@ -164,6 +165,7 @@ def test_operations_are_counted_in_one_thread() -> None:
     assert run.counter.count == 2 * 3 * 4 * 4
 
 
+@pytest.mark.sweep
 def test_no_product_is_computed_twice() -> None:
     """A step of a gradient penalty calls as many as eager mode, whose backwards are as lazy."""
     torch.manual_seed(0)

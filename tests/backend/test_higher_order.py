@@ -161,6 +161,7 @@ def test_weight_norm_is_right_where_eager_is_not() -> None:
         assert_same(derivatives(layer, X, W, order=3), right)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_dropout_has_the_same_masks(inner: str) -> None:
     """Both masks are told by zeros, of the result and of its first gradient; with them as factors
@@ -188,6 +189,7 @@ def test_dropout_has_the_same_masks(inner: str) -> None:
         assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_dropout_has_the_same_mask_behind_one_that_no_gradient_needs(inner: str) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,6 +343,7 @@ ASKED: dict[str, Callable[[Function], Any]] = {
 NEEDS_PACKING = {"a checkpoint around it"}
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("how", ASKED)
 def test_however_it_is_asked_for(how: str, inner: str) -> None:

@@ -177,6 +177,7 @@ def label(one: Combination) -> str:
     return ", ".join([one.program, one.inner, *flags, one.asked])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("one", random.Random(0).sample(combinations(), SAMPLED), ids=label)
 def test_some_of_the_product(one: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
     check(one, monkeypatch)

@@ -102,6 +102,7 @@ def _or_zeros(x: Tensor | None, like: Tensor | None) -> Any:
     return torch.zeros_like(like) if x is None else x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_operators_with_varying_sizes(name: str) -> None:
     check(name, order=2)
@@ -136,6 +137,7 @@ def test_sizes_that_nothing_takes_for_known(monkeypatch: pytest.MonkeyPatch) -> 
         assert_same(derivatives(ours, x, w), derivatives(loss, x, w))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("limit", [8, 1])
 def test_sizes_that_a_formula_takes_for_known(
     limit: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ IN_EACH_LAYOUT = [
 ]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "dynamic", "dtype", "layout"), IN_EACH_LAYOUT)
 def test_each_reads_its_tensors_as_they_lie(
     name: str, dynamic: bool, dtype: torch.dtype, layout: str
@@ -195,6 +196,7 @@ def assert_as_read(op: Any, args: tuple[Any, ...]) -> None:
             assert args[k].is_contiguous(memory_format=last), (op, k, args[k].stride())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", FORMATS)
 def test_depthwise_weights_gradients_are_not_held_in_blocks(layout: str) -> None:
     """Of 7 x 7 pixels, where oneDNN has 256 numbers for each one where channels lie together."""
@@ -311,6 +313,7 @@ def _autocast(call: Callable[[], Tensor]) -> Tensor:
         return call()
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", UPSAMPLINGS)
 def test_upsampling(name: str) -> None:
     torch.manual_seed(0)
@@ -363,6 +366,7 @@ def test_tensors_of_other_classes_are_upsampled_as_ever() -> None:
     torch.testing.assert_close(x.grad.a, parts[0].grad)
 
 
+@pytest.mark.sweep
 def test_a_fault_costs_copies_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,6 +386,7 @@ def test_a_fault_costs_copies_alone(
     faults.forget()
 
 
+@pytest.mark.sweep
 def test_graphs_of_others_are_compiled_as_ever() -> None:
     """After ours were, in the same process: what marks a gradient is not there."""
     image_gradients.install()

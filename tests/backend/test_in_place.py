@@ -168,6 +168,7 @@ def _many_workers(
     torch.set_num_threads(threads)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.usefixtures("_many_workers")
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("shape", [(1, 64), (37, 100), (33, 4096), (9, 32768), (3, 65536)])
@@ -179,6 +180,7 @@ def test_numbers_of_layer_norm(shape: tuple[int, int], dtype: str) -> None:
     assert compare(region, inputs, ()) == (2 if shape == (3, 65536) else 4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("_many_workers")
 @settings(
     max_examples=25,

@@ -188,6 +188,7 @@ def _mended() -> Iterator[None]:
     uninstall()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("_mended", "fresh_cache")
 @pytest.mark.parametrize(
     ("size", "pool", "loops"),

@@ -85,6 +85,7 @@ STAGES: dict[str, tuple[object, str, str, str]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupted_call_can_be_repeated(
     stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -145,6 +146,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("inner", "whose"),
     [("eager", "*/normpass/*/kernel.cpp*"), ("inductor", "*/cache/??/*.cpp*")],

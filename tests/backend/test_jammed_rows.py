@@ -99,6 +99,7 @@ def results(
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], g)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("width", "forward", "backward", "counts"),
     [(PAIRED, 2, 2, (9, 13, 5, 7, 4, 1)), (FOURFOLD, 1, 4, (*range(2, 10), 16, 33, 1))],

@@ -62,6 +62,7 @@ def then_norm(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Ten
     return backward
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", [norm_then, then_norm])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_nothing_transcendental_is_computed_twice(

@@ -38,6 +38,7 @@ def error(found: Tensor, right: Tensor) -> float:
     return float(worst / torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", CASES)
 def test_sums_are_as_exact_as_torch_sum(name: str, dynamic: bool) -> None:

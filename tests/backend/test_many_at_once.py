@@ -32,6 +32,7 @@ def fused() -> int:
 # ---- processes
 
 
+@pytest.mark.sweep
 def test_processes_train_one_model_on_an_empty_cache(
     fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def backend_is_loaded() -> None:
     torch._dynamo.lookup_backend("normpass")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < "2.12",
     reason="torch 2.11 itself fails where a thread runs compiled code while another one traces",

@@ -235,6 +235,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "memory_format", "dynamic"), CASES)
 def test_nothing_more_is_copied_than_by_inductor(
     name: str,
@@ -268,6 +269,7 @@ def test_nothing_more_is_copied_than_by_inductor(
         assert [weighed for weighed, _ in told] == [lowered for _, lowered in told]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["convnext", "vit"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_what_a_matrix_product_reads_is_contiguous(

@@ -120,6 +120,7 @@ needs_aot_compile = pytest.mark.skipif(
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("save", "load"),
     [

@@ -68,6 +68,7 @@ def scattered(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 CASES = [rms_rope, layer_norm_rope_chunked, rope_norm, gated, largest, scattered]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("f", CASES, ids=lambda f: f.__name__)
 def test_as_exact_as_eager_mode(f: Callable[..., Tensor]) -> None:
     args = inputs(torch.float32)
@@ -79,6 +80,7 @@ def test_as_exact_as_eager_mode(f: Callable[..., Tensor]) -> None:
     assert is_joined(fused[1]) == (f is not largest)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("f", [rms_rope, in_thirds], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_types(f: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -139,6 +141,7 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_stays_whole(name: str) -> None:
     x, w = torch.randn(64, SIZE), torch.randn(SIZE)
@@ -254,6 +257,7 @@ def test_splits_of_one_part_cut_nothing() -> None:
     assert fused_of(f, torch.randn(64, SIZE), torch.randn(SIZE))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("f", [rms_rope, layer_norm_rope_chunked], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("batch", [0, 1])
 def test_few_rows(f: Callable[..., Tensor], batch: int) -> None:

@@ -85,6 +85,7 @@ IN_TURN = [pairs_unbound, every_second, written_in_turn]
 by_name = pytest.mark.parametrize("f", IN_TURN, ids=lambda f: f.__name__)
 
 
+@pytest.mark.one_in(4)
 @by_name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_as_exact_as_eager_mode(f: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -127,6 +128,7 @@ def test_other_parts(f: Callable[..., Tensor]) -> None:
     assert [is_joined(each) for each in fused] == [f is halves_unbound] * 2
 
 
+@pytest.mark.one_in(3)
 @by_name
 @pytest.mark.parametrize("batch", [0, 1])
 def test_few_rows(f: Callable[..., Tensor], batch: int) -> None:
@@ -137,6 +139,7 @@ def test_few_rows(f: Callable[..., Tensor], batch: int) -> None:
         torch.testing.assert_close(one, eager)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [2, 6, 30, 34, 66, 130])
 def test_rows_of_any_length(width: int) -> None:
     """Some lanes are left over, or all of them."""
@@ -211,6 +214,7 @@ def exact_pairs(x: Tensor) -> list[Tensor]:
     return [x.double().exp().sum(-1, keepdim=True), turned]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("run", ["kernel", "reference", "out of place", "shapes"])
 @pytest.mark.parametrize("width", [1, 5, 24, 64])
 def test_one_tensor_of_two_outputs(run: str, width: int) -> None:
@@ -251,6 +255,7 @@ print(float(region_op([x[:, ::2], x[:, 1::2]], [1], text)[1].sum()))
 """
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.skipif(sys.platform != "linux", reason="guards a page as Linux does")
 @pytest.mark.parametrize("width", [8, 16, 24, 27, 64])
 def test_nothing_behind_a_tensor_is_read(width: int) -> None:

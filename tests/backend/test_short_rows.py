@@ -107,6 +107,7 @@ def compare(names: Sequence[str], found: Sequence[list[tuple[Tensor, ...]]], wha
         oracles.assert_no_less_accurate(ours, theirs, exact, f"{name}, {what}")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("past_caches", [True, False], ids=["past caches", "cached"])
 @pytest.mark.parametrize(
     ("width", "dtype"),
@@ -159,6 +160,7 @@ div     = div(exp, sum)
 output  y: {dtype}[r c] = div"""
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("width", [*range(2, 34), 95, 96])
 def test_every_length_of_a_row(width: int) -> None:
     """From one lane to two vectors and one more. Kept values lie in one row's array each; the
@@ -210,6 +212,7 @@ output  y_1: {dtype}[b t h d] = dx
 output  y_2: {dtype}[d] = dw"""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(("h", "d"), [(16, 64), (5, 32), (40, 24)])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -26,6 +26,7 @@ def test_snapshot() -> None:
     assert_snapshot("programs/rows_side_by_side.txt", program)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("workers", [1, 2, 64])
 @pytest.mark.parametrize(("c", "s"), [(48, 40), (16, 16), (33, 17), (5, 100), (100, 5)])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f64"])
@@ -108,6 +109,7 @@ output  y2: f32[c] = db
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("workers", [1, 2, 64])
 @pytest.mark.parametrize(("c", "s"), [(48, 64), (21, 37), (5, 100)])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -152,6 +152,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 IMAGES = [(2, 16, 8, 8), (5, 16, 112, 112), (3, 16, 9, 7), (2, 16, 256, 256)]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", NORMS)
 def test_numbers_of_every_class(name: str, last: bool) -> None:

@@ -101,6 +101,7 @@ def check(text: str, examples: int, dtype: str, *, shared: bool = False, sizes: 
         assert_no_less_accurate(ours, theirs.to(kind), exact)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("examples", [1, 3, 5, 16])

@@ -60,6 +60,7 @@ def test_few_rows_are_too_little_work_each() -> None:
     assert order(region)[0] == "r"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [MANY[0], FEW[0]])
 @pytest.mark.parametrize("images", [1, 5, "?"])

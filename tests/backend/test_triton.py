@@ -57,6 +57,7 @@ def run_cases(device: str, family: str) -> dict[str, str | None]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.one_in(12)
 @needs_triton
 @pytest.mark.parametrize("family", triton_cases.FAMILIES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

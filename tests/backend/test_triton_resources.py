@@ -80,6 +80,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.one_in(9)
 @needs_triton
 @pytest.mark.usefixtures("compiler_cache")
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def is_close_to_torch(region: str, rows: int, channels: int, models: int, dtype:
     torch.testing.assert_close(rstd.double(), right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("models", [1, 3, 20])
 @pytest.mark.parametrize(("rows", "channels"), [(500, 64), (37, 5), (2, 100)])

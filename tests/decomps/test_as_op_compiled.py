@@ -53,6 +53,7 @@ def compared(backend: str, case: Case) -> None:
     assert_close(found, several(case.formula)(*case.tensors))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["eager", "inductor", "normpass"])
 @pytest.mark.parametrize(
     "name",
@@ -62,6 +63,7 @@ def test_compiled(backend: str, name: str) -> None:
     compared(backend, BY_NAME[name])
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_compiled_by_aot_eager(name: str) -> None:
     compared("aot_eager", BY_NAME[name])

@@ -242,6 +242,7 @@ def test_fake_tensors_say_what_comes_out(rule: Rule) -> None:
         generated.check_fake(one)
 
 
+@pytest.mark.one_in(6)
 @each(SLOPES + FUNCTIONS, jvps=False)
 def test_a_trace_at_one_size_runs_at_another(rule: Rule) -> None:
     generated.check_trace(given(rule)[0], given(rule, 1)[0])
@@ -254,6 +255,7 @@ def test_every_trace_at_one_size_runs_at_another(rule: Rule) -> None:
         generated.check_trace(first, second)
 
 
+@pytest.mark.one_in(4)
 @each(SLOPES + FUNCTIONS, jvps=False)
 def test_a_rule_can_be_differentiated(rule: Rule) -> None:
     generated.check_derivatives(given(rule)[0])
@@ -297,6 +299,7 @@ def test_a_slope_is_autograds_and_forward_ads(rule: Rule, dtype: torch.dtype) ->
         slope_calls.check_against_autograd(rule, call)
 
 
+@pytest.mark.one_in(2)
 @dtypes
 @each([rule for rule in SLOPES if rule.kind == "vjp"])
 def test_a_slope_is_that_of_finite_differences(rule: Rule, dtype: torch.dtype) -> None:

@@ -240,6 +240,7 @@ def check_compiled(problem: Problem, name: str) -> None:
     no_worse(check, known, eager=False)
 
 
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("name", INFOS)
 def test_compiled(name: str) -> None:
     for problem in problems(name, FIRST):
@@ -253,6 +254,7 @@ def test_compiled_all_samples(name: str) -> None:
         check_compiled(problem, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SLOPES)
 def test_slopes(name: str) -> None:
     check_slopes(name, FIRST)
@@ -271,6 +273,7 @@ def test_slopes_all_samples(name: str) -> None:
     check_slopes(name, None)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "name", [*SLOPES[::8], *(pytest.param(n, marks=pytest.mark.sweep) for n in SLOPES)]
 )
@@ -279,6 +282,7 @@ def test_slopes_compiled(name: str) -> None:
         check_compiled(problem, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", RECORDS)
 def test_records(name: str, mode: str) -> None:
@@ -293,6 +297,7 @@ LARGE = ("grid_sampler_3d_double_backward", "mkldnn_rnn_layer_differentiable_bac
 SOME = [name for name in list(RECORDS)[::8] if name not in LARGE]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "name", [*SOME, *(pytest.param(n, marks=pytest.mark.sweep) for n in RECORDS)]
 )

@@ -56,17 +56,20 @@ def compiled(function: Any, backend: str = "aot_eager", **kwargs: Any) -> Any:
     return torch.compile(function, backend=backend, fullgraph=True, **kwargs)
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("norm", "mix"), CASES)
 def test_compiled_derivatives_are_right(norm: str, mix: str) -> None:
     assert orders.outcome(norm, mix, compiled) == "right"
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("norm", "mix"), ON_OTHERS)
 @pytest.mark.parametrize("backend", ["inductor", "normpass"])
 def test_other_backends(backend: str, norm: str, mix: str) -> None:
     assert orders.outcome(norm, mix, lambda function: compiled(function, backend)) == "right"
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mix", ["jvp_jvp", "grad_jvp", "grad_grad_grad", "vmap_grad"])
 @pytest.mark.parametrize("norm", ["layer_norm", "batch_norm", "group_norm"])
 def test_sizes_stay_symbolic(norm: str, mix: str) -> None:

@@ -181,6 +181,7 @@ def test_eager_rules(norm: str, inner: str, outer: str) -> None:
     torch.testing.assert_close(found, OUTER[outer](expected), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("norm", NORMS)
 def test_compiled(norm: str, inner: str) -> None:
@@ -191,6 +192,7 @@ def test_compiled(norm: str, inner: str) -> None:
     torch.testing.assert_close(found, _by_tape(expected), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("inner", [name for name in INNER if "jvp" not in name])
 @pytest.mark.parametrize("norm", NORMS)
 def test_graphs(norm: str, inner: str) -> None:

@@ -50,6 +50,7 @@ def right(name: str, order: int) -> Tensor:
     return directional(orders.NORMS[name][1], order)(*ARGS)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NORMS)
@@ -71,6 +72,7 @@ def test_third_order_against_differences(name: str) -> None:
     torch.testing.assert_close(third(*ARGS), difference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", [name for name in NORMS if name != "batch_norm_eval"])
 def test_third_order_compiled(name: str, backend: str) -> None:

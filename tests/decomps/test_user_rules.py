@@ -108,6 +108,7 @@ def test_one_function_gives_both_modes_to_any_order(
     assert_close(by_transforms(swish), by_transforms(formula))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["vjp", "jvp"])
 @pytest.mark.parametrize("backend", ["aot_eager", "normpass"])
 def test_compiled(backend: str, kind: str) -> None:

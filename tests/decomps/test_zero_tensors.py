@@ -117,6 +117,7 @@ TWICE = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("twice", TWICE)
 @pytest.mark.parametrize("name", FUNCTIONS)

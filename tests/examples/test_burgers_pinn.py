@@ -24,6 +24,7 @@ def right_derivatives() -> Iterator[None]:
         yield
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("whole", [False, True], ids=["network", "residual"])
 def test_training_is_eagers(whole: bool, inner: str) -> None:

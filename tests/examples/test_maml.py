@@ -12,6 +12,7 @@ from normpass.examples import maml
 pytestmark = [*IGNORED, pytest.mark.usefixtures("float64")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("inner", INNER)
 def test_training_is_eagers(inner: str) -> None:
     assert_trains_as_eager(maml.training, inner, filters=4, tasks=1, inner_steps=2)

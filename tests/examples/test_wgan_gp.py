@@ -12,6 +12,7 @@ from normpass.examples import wgan_gp
 pytestmark = IGNORED
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("norm", ["group", "layer"])
 def test_training_is_eagers(norm: str, inner: str) -> None:

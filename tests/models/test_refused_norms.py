@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 SLOW = {"convnext"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -61,6 +61,7 @@ def joined(case: Case, answers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("backend", [None, "normpass"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_batch_norm_of_all_images(name: str, backend: str | None, ranks: Ranks) -> None:
@@ -126,6 +127,7 @@ def test_groups_of_processes(whose: str, tmp_path: Path) -> None:
             torch.testing.assert_close(y, exact_y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", [None, "normpass", "inductor"])
 def test_a_network_under_data_parallel(backend: str | None, ranks: Ranks) -> None:
     net = rank_norms.network()
@@ -135,6 +137,7 @@ def test_a_network_under_data_parallel(backend: str | None, ranks: Ranks) -> Non
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(all_gather is None, reason="torch 2.11's collectives have first derivatives")
 @pytest.mark.parametrize("backend", [None, "normpass"])
 def test_second_derivatives(backend: str | None, ranks: Ranks) -> None:

@@ -71,6 +71,7 @@ def off(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     )
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("way", "count", "inner"), CASES)
 def test_gradients(way: str, count: int, inner: str, groups: Callable[[int], Ranks]) -> None:
     ranks = groups(count)

@@ -74,6 +74,7 @@ def assert_same(found: Sequence[Tensor], right: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * max(scale, 1e-3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_whole_training_step(dynamic: bool) -> None:
     """As make_fx traces it: norms as operators, and an epsilon that rms norm adds in place."""
@@ -151,6 +152,7 @@ needs_joint = pytest.mark.skipif(
 )
 
 
+@pytest.mark.one_in(2)
 @needs_joint
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_a_joint_graph(decomposed: bool) -> None:

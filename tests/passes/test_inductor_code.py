@@ -60,6 +60,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.one_in(5)
 @needs_two_steps
 @pytest.mark.parametrize("name", LOOPS)
 def test_inductor_does_so(name: str) -> None:

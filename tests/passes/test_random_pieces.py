@@ -90,6 +90,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "LEAST_PIECE", 2)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "seed",
     [
@@ -116,6 +117,7 @@ def test_so_do_those_whose_regions_are_refused(seed: int) -> None:
     evaluated(*case(program, seed, (0, 2)), missing=missing)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(12, 400))]
 )

@@ -197,6 +197,7 @@ def step(function: Any, net: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(function(x).sin().sum(), list(net.parameters()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_step_takes_less_memory_and_is_right(dynamic: bool) -> None:
     net = nn.Sequential(*(Block() for _ in range(3))).double()
@@ -268,6 +269,7 @@ def written_to_with_a_gradient(b: Tensor, w: Tensor) -> Tensor:
     return y + b
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo
 @pytest.mark.parametrize(
     "function", [written_to, added_to, written_to_by_another_name, written_to_with_a_gradient]

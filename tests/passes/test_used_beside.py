@@ -80,6 +80,7 @@ def decision(f: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPa
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("f", [integers, half, rotated, joined, counted], ids=lambda f: f.__name__)
 def test_what_inductor_computes_where_it_is_used(
     f: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,7 @@ AXES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", AXES)
 def test_axes(name: str) -> None:
     build, shape, axes = AXES[name]

@@ -155,6 +155,7 @@ def traced(function: Any, x: torch.Tensor) -> tuple[Any, list[str]]:
         return compiled(x), operators
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("norm", orders.VMAPPED)
 def test_vmap_goes_by_our_rules(norm: str, dim: int) -> None:
@@ -221,6 +222,7 @@ def test_first_order_graphs_are_what_they_were(norm: str) -> None:
         assert operators() == stock
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["inductor", "normpass"])
 def test_caches_do_not_hide_what_is_registered(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -372,6 +372,7 @@ def test_it_holds_in_threads() -> None:
     assert not is_registered()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_it_holds_in_a_worker(start: str) -> None:
     """A forked worker has what its parent has; a spawned one registers for itself."""

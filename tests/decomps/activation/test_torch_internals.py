@@ -217,6 +217,7 @@ print(json.dumps(works))
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("part", PARTS[:-2])
 def test_the_rest_works(part: str) -> None:
     """All names of a part are gone, from the first import on."""

@@ -82,6 +82,7 @@ def assert_same(found: Any, right: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", IN_TORCH)
 def test_in_one_graph(name: str, asked: str) -> None:
@@ -102,6 +103,7 @@ def test_in_one_graph(name: str, asked: str) -> None:
             assert_same(ours(*numbers(asked)), right)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", IN_NUMPY)
 def test_what_computes_in_numpy(name: str, asked: str) -> None:

@@ -93,6 +93,7 @@ def rules() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("one", sample(), ids=", ".join)
 def test_some_of_the_product(one: Combination) -> None:
     check(one)
@@ -111,6 +112,7 @@ def test_the_tables() -> None:
     assert_snapshot("autograd_function.txt", done.stdout)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_rules_in_eager_mode(program: str) -> None:
     """register(eager=True): ours in eager mode, too, with the results of torch's."""

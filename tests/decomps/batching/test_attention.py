@@ -52,6 +52,7 @@ def tensors(sizes: tuple[int, ...] | None, dims: tuple[int | None, ...]) -> list
     ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("batched", ["qkv", "qkvm", "q", "kv", "m"])
 def test_every_mask_wherever_it_is_batched(mask: str, batched: str) -> None:

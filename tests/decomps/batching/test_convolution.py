@@ -119,6 +119,7 @@ def calls_of(info: OpInfo, dtype: torch.dtype) -> list[tuple[Any, ...]]:
 CONVOLUTIONS = [info for info in op_db if re.search(r"\.conv(_transpose)?\dd$", info.name)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
@@ -322,6 +323,7 @@ def test_what_is_wrong_is_an_error_with_torchs_text(
 # --- as users run them --------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["inductor", "normpass"])
 def test_channels_last(backend: str) -> None:
     """An ensemble, and each example by itself, whose images lie with their channels last."""

@@ -43,6 +43,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dims", [(0, 0), (2, 1), (1, None)], ids=str)
 def test_a_compiled_vmap_is_the_loop(name: str, dims: tuple[int, int | None]) -> None:

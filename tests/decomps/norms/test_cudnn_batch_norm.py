@@ -328,6 +328,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["normpass", "inductor"])
 @pytest.mark.parametrize(("training", "dtypes", "statistics"), CASES.values(), ids=CASES)
 def test_compiled(backend: str, training: bool, dtypes: str, statistics: bool) -> None:

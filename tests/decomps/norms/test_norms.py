@@ -123,6 +123,7 @@ def is_statistic_of_nothing(y: Tensor, index: int, rule: Rule) -> bool:
     return y.numel() == 0 and index > 0 and "backward" not in rule.name
 
 
+@pytest.mark.one_in(4)
 @by_rule
 @by_dtype
 def test_hand_made_samples(rule: Rule, dtype: torch.dtype) -> None:
@@ -172,6 +173,7 @@ OP_INFOS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("info", OP_INFOS, ids=lambda i: f"{i.name}.{i.variant_test_name}")
 @by_dtype
 def test_samples_of_pytorch(info: Any, dtype: torch.dtype) -> None:

@@ -38,6 +38,7 @@ each = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_in(3)
 @each
 def test_every_call_of_an_operator(name: str, dtype: torch.dtype) -> None:
     check(name, dtype, SAMPLES)

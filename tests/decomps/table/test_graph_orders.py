@@ -91,6 +91,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
 }
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("steps", ["rrr", "fr", "rf", "ff", "rfr"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_of_derivatives(name: str, steps: str) -> None:

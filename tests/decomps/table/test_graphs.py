@@ -167,6 +167,7 @@ def names(gm: fx.GraphModule, chosen: list[int]) -> list[str]:
     return [inputs[k] for k in chosen]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_a_model(name: str, mode: str) -> None:
@@ -186,6 +187,7 @@ def test_gradients_of_a_model(name: str, mode: str) -> None:
         assert_close(f, torch.zeros_like(x) if r is None else r, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_tangents_of_a_model(name: str) -> None:
     skip_if_torch_is_wrong(name, "symbolic")

@@ -113,6 +113,7 @@ def of_tape(function: Function) -> Function:
 cases = pytest.mark.parametrize("name", FUNCTIONS)
 
 
+@pytest.mark.one_in(2)
 @cases
 def test_reverse_mode(name: str) -> None:
     function = FUNCTIONS[name][1]
@@ -121,6 +122,7 @@ def test_reverse_mode(name: str) -> None:
     assert_close(traced(of_tape(function), X)(X), gradient)
 
 
+@pytest.mark.one_in(6)
 @cases
 def test_second_order_in_reverse_mode(name: str) -> None:
     function = FUNCTIONS[name][1]
@@ -136,6 +138,7 @@ def test_forward_mode(name: str) -> None:
     assert_close(tangent, along(function, X), rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.one_in(6)
 @cases
 @pytest.mark.parametrize("order", ["jvp of grad", "grad of jvp"])
 def test_both_modes(name: str, order: str) -> None:
@@ -150,6 +153,7 @@ def test_both_modes(name: str, order: str) -> None:
     assert_close(traced(mixed, X)(X), along(first, X), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @cases
 def test_gradients_of_examples(name: str) -> None:
@@ -159,6 +163,7 @@ def test_gradients_of_examples(name: str) -> None:
     assert_close(found, torch.stack([traced(gradient, x)(x) for x in examples]))
 
 
+@pytest.mark.one_in(3)
 @cases
 def test_compiled(name: str) -> None:
     function = FUNCTIONS[name][1]
