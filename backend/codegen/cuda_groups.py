@@ -35,21 +35,24 @@ class GroupsPrinter(DownPrinter):
 
     def __init__(self, plan: Plan, launch: Launch, number: int) -> None:
         super().__init__(plan, launch, number)
-        self.axis = self.columns
-        self.group = group_axis(plan, launch)
+        group = group_axis(plan, launch)
+        assert group is not None
+        self.axis, self.group = self.columns, group
         self.is_first = f"row.leads({self.team.group})"
         nodes = [*walk(*launch.body)]
         self.kept_here = {n.value for n in nodes if isinstance(n, Keep) and not n.shared}
-        read = {definition(node): node for node in nodes if self.is_of_columns(node)}
+        read = {
+            definition(node): node
+            for node in nodes
+            if (isinstance(node, Load) or (isinstance(node, Recall) and node.shared))
+            and self.is_of_columns(node)
+        }
         shares = set(launch.blocks.shares)
         self.for_each = [n for n in read.values() if not shares.isdisjoint(axes_of(n))]
         self.once = [node for node in read.values() if node not in self.for_each]
 
-    def is_of_columns(self, node: Node) -> bool:
-        """Whether a node reads what is the same for a column."""
-        is_read = isinstance(node, Load) or (isinstance(node, Recall) and node.shared)
-        if not is_read:
-            return False
+    def is_of_columns(self, node: Load | Recall) -> bool:
+        """Whether what a node reads is the same for a column."""
         axes = set(axes_of(node))
         return self.columns.name in axes and axes.isdisjoint(axis.name for axis in self.rows)
 

@@ -51,27 +51,12 @@ def test_steps_compile(name: str, library: Path) -> None:
     assert all(" 0 spilled" in kernel for _, _, *kernels in found["regions"] for kernel in kernels)
 
 
-# A program that has a row of as many channels as lie beside each other at 64x64 pixels, with all
-# registers of a multiprocessor: it takes some of them from memory.
-CROWDED = {
-    "unet": {
-        ("group_norm", "r=16 q=32 c=8 d=64 e=64"),
-        ("group_norm_backward", "r=16 q=32 c=4 d=64 e=64"),
-    }
-}
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", TINY)
 def test_what_their_kernels_take(name: str, library: Path) -> None:
-    """At published sizes: registers, and what spills."""
+    """At published sizes: registers, and nothing that spills."""
     found = compiled(library, "full", name)
-    spilling = {
-        (region.removeprefix("region "), axes.removeprefix("axes").strip())
-        for region, axes, *kernels in found["regions"]
-        if not all(" 0 spilled" in kernel for kernel in kernels)
-    }
-    assert spilling == CROWDED.get(name, set())
+    assert all(" 0 spilled" in kernel for _, _, *kernels in found["regions"] for kernel in kernels)
     if is_recorded() and nvrtc.version() == (13, 5):
         text = "\n".join("\n    ".join(region) for region in found["regions"])
         assert_snapshot(f"gpu/models/{name}.txt", f"{found['begun']} regions\n{text}\n")
