@@ -48,11 +48,16 @@ def _with_team(plan: Plan, launch: Launch, clusters: Clusters) -> Launch:
         return _of_elements(plan, launch)
     if plan.vector in {axis.name for axis in launch.outer}:
         return Columns(plan, launch).fitting(clusters)
-    if group_axis(plan, launch):
+    if len(launch.inner) == 1:
+        return Rows(plan, launch).fitting(clusters)
+    if not group_axis(plan, launch):
+        return Segments(plan, launch).fitting(clusters)
+    try:
+        return Groups(plan, launch).fitting(clusters)
+    except UnsupportedPlanError as refusal:
         with suppress(UnsupportedPlanError):
-            return Groups(plan, launch).fitting(clusters)
-    kind = Rows if len(launch.inner) == 1 else Segments
-    return kind(plan, launch).fitting(clusters)
+            return Segments(plan, launch).fitting(clusters)
+        raise refusal from None
 
 
 def _of_elements(plan: Plan, launch: Launch) -> Launch:

@@ -170,7 +170,7 @@ def test_random_regions(built: Built, cases: list[random_regions.Case]) -> None:
                 assert result.stride() == region.strides(output.buffer, known)
                 bounded.assert_within(result, want, f"{output.buffer.name}, {extents}\n{region}")
             calls += 1
-    assert calls > 30
+    assert calls > len(cases)
 
 
 @pytest.mark.parametrize("sizes", [(0, 7), (3, 0), (0, 0), (1, 1), (5, 7), (64, 300)])

@@ -64,6 +64,7 @@ WRITTEN = {
     *(f"modulated_backward {kind}" for kind in ("f32", "f64", "bf16")),
     *(f"{norm}_norm_backward {kind}" for norm in ("batch", "group") for kind in ("f32", "f64")),
     *("softmax of NaN", "softmax of Inf", "extremes", "names", "three_levels one column"),
+    "group_norm_backward channels last",
 }
 # Those that are run each time; the others are compiled from the same text but for its types.
 SHORT = ("f32", "bf16", "NaN", "Inf", "extremes", "names", "three_levels one column")
