@@ -99,6 +99,7 @@ def test_a_stored_run_must_have_every_case(tmp_path: Path) -> None:
         main(arguments)
 
 
+@pytest.mark.sweep
 def test_a_layer_norm_is_repaired_and_nothing_else_changes(tmp_path: Path) -> None:
     done = subprocess.run(
         [

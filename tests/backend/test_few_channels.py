@@ -174,6 +174,7 @@ def test_batches_of_any_size() -> None:
         assert check(net, x, compiled, weights=False) == []
 
 
+@pytest.mark.sweep
 def test_sizes_that_vary_are_left() -> None:
     net = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.SiLU()).requires_grad_(False)
     compiled = compile_fused(net, dynamic=True)

@@ -82,7 +82,7 @@ def check_regrouped(case: random_regions.Case) -> None:
     check(case)
 
 
-@settings(max_examples=15, derandomize=True, **QUIET)
+@settings(max_examples=6, derandomize=True, **QUIET)
 @given(random_regions.cases())
 def test_random_regions(case: random_regions.Case) -> None:
     check(case)
@@ -111,14 +111,14 @@ def on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_sums_last")
-@settings(max_examples=15, derandomize=True, **QUIET)
+@settings(max_examples=6, derandomize=True, **QUIET)
 @given(random_regions.cases())
 def test_random_regions_with_sums_added_up_last(case: random_regions.Case) -> None:
     check(case)
 
 
 @pytest.mark.usefixtures("_small_blocks")
-@settings(max_examples=12, derandomize=True, **QUIET)
+@settings(max_examples=5, derandomize=True, **QUIET)
 @given(random_regions.chained_cases())
 def test_random_chains_in_blocks(case: random_regions.Case) -> None:
     check(case)
@@ -132,7 +132,7 @@ def test_many_random_regions_in_blocks(case: random_regions.Case) -> None:
     check(case)
 
 
-@settings(max_examples=15, derandomize=True, **QUIET)
+@settings(max_examples=6, derandomize=True, **QUIET)
 @given(random_regions.grouped_cases())
 def test_random_groups(case: random_regions.Case) -> None:
     check_regrouped(case)

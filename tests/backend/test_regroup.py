@@ -63,6 +63,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_group_norm_and_silu(shape: str, dtype: torch.dtype) -> None:

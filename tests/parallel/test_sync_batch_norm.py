@@ -137,9 +137,8 @@ def test_a_network_under_data_parallel(backend: str | None, ranks: Ranks) -> Non
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.skipif(all_gather is None, reason="torch 2.11's collectives have first derivatives")
-@pytest.mark.parametrize("backend", [None, "normpass"])
+@pytest.mark.parametrize("backend", [pytest.param(None, marks=pytest.mark.sweep), "normpass"])
 def test_second_derivatives(backend: str | None, ranks: Ranks) -> None:
     """The ranks' penalties add up to one process's, and so do their gradients."""
     net = rank_norms.network()
