@@ -104,6 +104,35 @@ def test_images_with_scales_of_their_own(channels: int, machine: str) -> None:
     assert team_of(plan.launches[0]).group == channels // team_of(plan.launches[0]).lanes
 
 
+def test_teams_of_several_blocks() -> None:
+    for region in regions(GpuCase("group_norm", (3, 320, 16, 10), "bfloat16", "forward", True)):
+        plan = check(region, MACHINES["small"], "several blocks")
+        assert team_of(plan.launches[0]).group
+        assert team_of(plan.launches[0]).blocks > 1
+
+
+# Sums along a group's columns right after each other.
+CHAIN = """
+region group_norm
+axes    r=9 q=4 c=20 d=5 e=3
+input   x: bf16[r (q c) d e] (1200, 1, 240, 80)
+sum     = sum[d e](x)
+sum_1   = sum[c](sum)
+less    = sub(sum, sum_1)
+square  = mul(less, less)
+sum_2   = sum[c](square)
+third   = div(square, sum_2)
+most    = amax[c](third)
+y       = mul(x, most)
+output  y0: bf16[r (q c) d e] (1200, 1, 240, 80) = y
+"""
+
+
+def test_sums_along_a_group_after_each_other() -> None:
+    plan = check(parse(CHAIN.strip()), MACHINES["H200"], "chain")
+    assert team_of(plan.launches[0]).group > 1
+
+
 @pytest.mark.parametrize("phase", ["forward", "double backward"])
 def test_one_image(phase: str) -> None:
     for region in regions(GpuCase("group_norm", (1, 320, 4, 5), "bfloat16", phase, True)):
