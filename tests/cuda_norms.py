@@ -63,12 +63,13 @@ def variants(
     machines: Iterable[str],
     *,
     channels_last: bool = False,
+    phases: tuple[str, ...] = PHASES,
 ) -> Iterator[object]:
     """Cases and machines. All are a sweep; every time each phase runs on each machine, in some type
     and shape.
     """
     for norm, (p, phase), (m, machine) in itertools.product(
-        shapes, enumerate(PHASES), enumerate(machines)
+        shapes, enumerate(phases), enumerate(machines)
     ):
         for (s, shape), (d, dtype) in itertools.product(enumerate(shapes[norm]), enumerate(DTYPES)):
             is_short = (p + m) % len(shapes[norm]) == s and (p + m) % 2 == d

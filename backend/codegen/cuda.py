@@ -3,10 +3,10 @@
 The text is written for people: names from the region, one comment a phase, normpass.cuh for what
 would only repeat. The pointwise operations are those of the C++ for CPUs, on one number at a time.
 
-This file prints the module; cuda_rows.py prints launches over rows, cuda_bulk_rows.py those that
-one copy brings for all threads of a block, cuda_segments.py those over rows along two axes,
-cuda_columns.py those down columns, cuda_groups.py those down groups of them, cuda_elements.py those
-that combine what programs leave.
+This file prints the module. cuda_team.py prints what a team has; cuda_rows.py launches over rows,
+cuda_bulk_rows.py those that one copy brings for all threads of a block, cuda_segments.py those over
+rows along two axes, cuda_columns.py those down columns, cuda_groups.py those down groups of them,
+cuda_elements.py those that combine what programs leave.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from normpass.backend.codegen.cuda_rows import UNROLL, RowsPrinter
+from normpass.backend.codegen.cuda_rows import RowsPrinter
+from normpass.backend.codegen.cuda_team import UNROLL
 from normpass.backend.codegen.text import factor, index_expression
 from normpass.backend.program.tree import (
     Begin,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from normpass.backend.codegen.cuda_columns import DownPrinter
-from normpass.backend.codegen.cuda_rows import UNROLL
+from normpass.backend.codegen.cuda_team import UNROLL
 from normpass.backend.program.team_groups import ALONG, OF_COLUMNS, OF_GROUPS, group_axis, kind_of
 from normpass.backend.program.tree import (
     Begin,
@@ -60,7 +60,7 @@ class GroupsPrinter(DownPrinter):
 
     def adding_up(self) -> int:
         first = super().adding_up()
-        if self.team.exchange_of_bands:
+        if self.team.apart and self.team.group > 1:
             sizes = f"{self.team.group}, {self.team.apart}"
             self.line(f"Beside<scalar, Row, {sizes}> beside(chip + {first});")
         return first + self.team.exchange_of_bands

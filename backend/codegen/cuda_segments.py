@@ -10,7 +10,8 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from normpass.backend.codegen.cuda_rows import UNROLL, RowsPrinter
+from normpass.backend.codegen.cuda_rows import RowsPrinter
+from normpass.backend.codegen.cuda_team import UNROLL
 from normpass.backend.program.team import groups
 from normpass.backend.program.team_segments import of_segments
 from normpass.backend.program.tree import (

@@ -115,9 +115,11 @@ class Team:
 
     @property
     def exchange_of_bands(self) -> int:
-        """The same for bands of several warps, and for threads side by side that have a group."""
+        """The same for bands of several warps, and for threads side by side that have a group: as
+        many as have one column each, so that there is room for more threads (`roomier`).
+        """
         if self.group:
-            return _whole(2 * self.apart * self.across * self.width) if self.group > 1 else 0
+            return _whole(2 * self.apart * self.across * self.lanes * self.width)
         return self.room(self.apart) if self.threads > self.bands * WARP else 0
 
     def room(self, sums: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from normpass.backend.program.team import groups, refused, team_of
 from normpass.backend.program.team_columns import LEAST, Down
-from normpass.backend.program.team_rows import STAGES, names, not_next_to_each_other
+from normpass.backend.program.team_rows import STAGES, keeps, names, not_next_to_each_other
 from normpass.backend.program.tree import (
     SHARED,
     Accumulate,
@@ -51,15 +51,12 @@ def kind_of(accumulator: Accumulator, row: LoopAxis, columns: LoopAxis) -> str:
 
 class Groups(Down):
     """A launch whose tiles are groups of columns: nests of one loop down the rows and one along a
-    group's columns, and loops along these alone.
+    group's columns, and loops along these alone. group: the axis of the groups (`group_axis`).
     """
 
     stages = (STAGES, 1)
 
-    def __init__(self, plan: Plan, launch: Launch) -> None:
-        group = group_axis(plan, launch)
-        if group is None:
-            raise refused(plan, "groups of columns side by side", f"{names(launch.outer)}")
+    def __init__(self, plan: Plan, launch: Launch, group: LoopAxis) -> None:
         self.group = group
         reduced = [set(each.op.axes) for each in launch.shared]
         self.shares = tuple(
@@ -106,16 +103,12 @@ class Groups(Down):
             case Store(_, access) if row in access.strides:
                 return "results of each column", access.buffer.name
             case Keep(value, axes, shared) | Recall(value, axes, shared):
-                is_kept_here = shared and isinstance(node, Recall) and self.keeps(value)
+                is_kept_here = shared and isinstance(node, Recall) and keeps(self.nodes, value)
                 if row in axes or is_kept_here:
                     return "no array", value
             case Regroup() | Allocate():
                 return "no array", type(node).__name__
         return None
-
-    def keeps(self, value: str) -> bool:
-        """Whether a value is written to memory in this launch."""
-        return any(isinstance(n, Keep) and n.shared and n.value == value for n in self.nodes)
 
     def adds(self, accumulator: Accumulator, where: Node) -> bool:
         """Whether what is added up in a part of the body is of one of the kinds there are: a sum

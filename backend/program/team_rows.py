@@ -181,6 +181,11 @@ def loads_along(nodes: Iterable[Node], axis: str) -> list[Load]:
     return [*found.values()]
 
 
+def keeps(nodes: Iterable[Node], value: str) -> bool:
+    """Whether a value is written to memory that later launches read."""
+    return any(isinstance(n, Keep) and n.shared and n.value == value for n in nodes)
+
+
 def not_next_to_each_other(access: Access, axis: str) -> tuple[str, str] | None:
     """The complaint about elements that lie apart; None if they do not, or do not vary."""
     step = access.strides.get(axis, 1)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from normpass.backend.program.team import NARROWEST, WARP, groups, refused
-from normpass.backend.program.team_rows import Rows, names
+from normpass.backend.program.team_rows import Rows, keeps, names
 from normpass.backend.program.tree import (
     Accumulate,
     Accumulator,
@@ -59,10 +59,12 @@ class Segments(Rows):
         ):
             raise refused(self.plan, "segments of a known length", f"loops over {names(axes)}")
         for node in self.launch.body:
-            inside = node.body if isinstance(node, Loop) else ()
-            is_nest = not isinstance(node, Loop) or node.axis == axes[0]
-            if not is_nest or any(isinstance(n, Loop) and n.axis != axes[1] for n in inside):
-                raise refused(self.plan, f"loops over {axes[1].name} in others", str(node))
+            if not isinstance(node, Loop):
+                continue
+            inside = (n.axis for n in node.body if isinstance(n, Loop))
+            if node.axis != axes[0] or any(axis != axes[1] for axis in inside):
+                expected = f"loops over {axes[1].name} in others"
+                raise refused(self.plan, expected, f"one over {node.axis.name}")
         for node in self.nodes:
             if complaint := self.complaint(node, axes[1].name):
                 raise refused(self.plan, *complaint)
@@ -88,13 +90,9 @@ class Segments(Rows):
             case Keep(value, axes, shared) | Recall(value, axes, shared) if (
                 segments in axes and axis not in axes
             ):
-                is_kept_here = shared and isinstance(node, Recall) and self.keeps(value)
+                is_kept_here = shared and isinstance(node, Recall) and keeps(self.nodes, value)
                 return ("no array for all", value) if is_kept_here else None
         return super().complaint(node, axis)
-
-    def keeps(self, value: str) -> bool:
-        """Whether a value is written to memory in this launch."""
-        return any(isinstance(n, Keep) and n.shared and n.value == value for n in self.nodes)
 
     def is_in_order(self, load: Load) -> bool:
         return False  # each band has segments of its own

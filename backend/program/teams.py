@@ -50,10 +50,11 @@ def _with_team(plan: Plan, launch: Launch, clusters: Clusters) -> Launch:
         return Columns(plan, launch).fitting(clusters)
     if len(launch.inner) == 1:
         return Rows(plan, launch).fitting(clusters)
-    if not group_axis(plan, launch):
+    group = group_axis(plan, launch)
+    if group is None:
         return Segments(plan, launch).fitting(clusters)
     try:
-        return Groups(plan, launch).fitting(clusters)
+        return Groups(plan, launch, group).fitting(clusters)
     except UnsupportedPlanError as refusal:
         with suppress(UnsupportedPlanError):
             return Segments(plan, launch).fitting(clusters)

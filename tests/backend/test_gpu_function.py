@@ -79,6 +79,7 @@ TEXTS = {
     "rows of known number": (fill(regions.SOFTMAX, c="96", r="7"), ()),
     "repeated": (REPEATED, (4,)),
     "named": (NAMED, (4,)),
+    "groups of columns": (fill(regions.GROUP_NORM_BACKWARD, c="12", x="r s (g d)"), (12,)),
 }
 
 
