@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ COMMANDS = {
     "explain": ("normpass.commands:explain", "what is fused in a model, what is not, and why"),
     "kernels": ("normpass.commands:kernels", "print the generated kernels of a model"),
     "doctor": ("normpass.doctor:doctor", "what there is to compile with here, and what is wrong"),
+    "why": ("normpass.why:why", "what a warning or a reason means, and what to do"),
     "bench": ("normpass.benchmarks.bench:main", "time norms and models against eager and Inductor"),
     "coverage": ("normpass.commands:coverage", "count what is ported, list the rules"),
 }
@@ -48,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("normpass: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever reads the output, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

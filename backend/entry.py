@@ -144,7 +144,7 @@ def _cannot_build(inputs: Sequence[Any]) -> bool:
     any_on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in inputs)
     if not any_on_cpu or (reason := toolchain.cannot_build()) is None:
         return False
-    _warn_once(f"the model runs uncompiled: {reason}")
+    _warn_once(f"the model runs uncompiled: {reason} (normpass why uncompiled)")
     return True
 
 

@@ -40,12 +40,15 @@ def report(stage: str, subject: str, error: Exception, instead: str, *, right: b
     with _lock:
         first = (stage, type(error).__name__, place) not in _reported
         _reported.add((stage, type(error).__name__, place))
-    message = f"a fault in {stage} of {subject}: {what}{place}"
+    said = (stage, subject, what, place, instead)
     if first:
         results = "results stay right" if right else "results may be wrong"
-        log.warning("%s. %s: %s. %s", message, instead, results, HOW_TO_REPORT)
+        log.warning(
+            "a fault in %s of %s: %s%s. %s: %s. %s (normpass why fault)",
+            *(*said, results, HOW_TO_REPORT),
+        )
     else:
-        log.info("%s. %s.", message, instead)
+        log.info("a fault in %s of %s: %s%s. %s.", *said)
     log.debug("the fault's traceback", exc_info=error)
     return f"a fault of normpass in {stage}: {what}"
 

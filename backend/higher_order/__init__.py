@@ -189,7 +189,7 @@ def _refusing(backward: Callable[..., Any], why: str) -> Callable[..., Any]:
             log.warning(
                 "a backward of compiled code cannot be differentiated (create_graph=True): "
                 "expected %s. Where a second derivative is needed, take that part out of what is "
-                "compiled (torch.compiler.disable)",
+                "compiled (torch.compiler.disable) (normpass why no-further-derivative)",
                 why,
             )
             to_say.clear()

@@ -159,7 +159,8 @@ class Derivatives:
                     if not self.has_warned:
                         log.warning(
                             "a further derivative of compiled code runs uncompiled: a formula "
-                            "takes sizes for known; expected at most %s of them, found more",
+                            "takes sizes for known; expected at most %s of them, found more "
+                            "(normpass why too-many-sizes)",
                             MOST_SIZES,
                         )
                     self.has_warned = True

@@ -230,7 +230,9 @@ def _install() -> None:
                     found = cpp_call.results(text, sizes, example, laid_out)
                     return tree_map(ir.TensorBox.create, found)
                 except (NotBuiltError, NotImplementedError) as error:
-                    log.warning("a region stays with Inductor: %s", error)
+                    log.warning(
+                        "a region stays with Inductor: %s (normpass why kernel-not-built)", error
+                    )
             return unfused.lowered(V.graph.current_node, *given)
         results: Any = call.create(region_op, inputs, sizes, text)
         for result in results:

@@ -120,7 +120,9 @@ def calibration() -> Calibration:
     try:
         return read(file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("the calibration in %s is not used: %s", file, error)
+        log.warning(
+            "the calibration in %s is not used: %s (normpass why calibration-not-used)", file, error
+        )
         return SHIPPED
 
 

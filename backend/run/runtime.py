@@ -224,7 +224,8 @@ class Kernel:
     def _fail(self, reason: object) -> None:
         self._failed = True
         log.warning(
-            "region %s runs unfused: its C++ kernel could not be built: %s",
+            "region %s runs unfused: its C++ kernel could not be built: %s "
+            "(normpass why kernel-not-built)",
             self.region.name,
             reason,
         )

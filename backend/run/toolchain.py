@@ -211,7 +211,10 @@ def load(source: str) -> ctypes.CDLL:
         return library
     place, checksum = _places(key)
     if place.exists() and checksum.exists():  # else another process is about to finish
-        log.warning("kernel %s in the cache is damaged: building it again", place)
+        log.warning(
+            "kernel %s in the cache is damaged: building it again (normpass why damaged-cache)",
+            place,
+        )
     _build(source, place, checksum)
     return ctypes.CDLL(str(place))
 

@@ -143,7 +143,11 @@ def left_out(lacking: Iterable[Internal]) -> frozenset[str]:
 def warning_of(lacking: Iterable[Internal]) -> str:
     """Says which names are missing, in which torch, and what is left out for it."""
     lines = (f"    {each.path}: without it {each.part} are left out" for each in lacking)
-    return "\n".join((f"torch {torch.__version__} lacks private names that normpass uses:", *lines))
+    found = "".join(f"\n{line}" for line in lines)
+    return (
+        f"torch {torch.__version__} lacks private names that normpass uses: {found}\n"
+        "(normpass why private-names)"
+    )
 
 
 # --- attributes ---------------------------------------------------------------------------------
