@@ -22,8 +22,8 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v g++ || command -v c++ || command -v clang++))
 
-TARGETS := test versions accept sweep operators upstream models transforms examples companions wheel \
-    demo bench page lint types format clean
+TARGETS := test versions accept sweep operators upstream models transforms examples companions wheel dist \
+    docs demo bench page lint types format clean
 .PHONY: help check $(TARGETS)
 
 help:
@@ -73,9 +73,21 @@ wheel: $(VENV)/test.stamp
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	NORMPASS_WHEEL="$$(echo dist/*.whl)" $(BIN)/pytest tests/test_installed.py -k wheel $(ARGS)
 
+# What is published, in dist/: that wheel and the source archive, from which the same wheel is built.
+dist: wheel $(VENV)/dev.stamp
+	$(BIN)/python -m build --quiet --sdist --no-isolation --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	NORMPASS_DIST=dist $(BIN)/pytest tests/test_joining.py -k source_archive $(ARGS)
+
 # PyTorch's own tests with the rules in eager mode and without: make upstream ARGS=path/to/pytorch/test
 upstream: $(VENV)/test.stamp
 	$(BIN)/python tests/upstream_tests.py --jobs $(JOBS) $(ARGS)
+
+# The site in build/docs; what its pages take from the code is written into docs/generated first.
+docs: $(VENV)/docs.stamp
+	$(BIN)/python docs/generate.py
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs $(ARGS)
+	@echo "build/docs/index.html"
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/normpass demo $(ARGS)
@@ -102,6 +114,9 @@ types: $(VENV)/dev.stamp
 	@ln -s $(CURDIR)/api/* $(CURDIR)/decomps $(CURDIR)/passes $(CURDIR)/backend \
 	    $(CURDIR)/benchmarks $(CURDIR)/examples $(TYPED)/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml normpass $(ARGS)
+	@# What a user's checker sees: types of all public names, and no error in the public face.
+	PYTHONPATH=build/types $(BIN)/python tests/public_types.py
+	cd build/types && $(CURDIR)/$(BIN)/pyright normpass
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

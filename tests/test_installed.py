@@ -19,7 +19,7 @@ from installing import (
     empty_environment,
     files_of_clone,
 )
-from readme import block
+from pages import README
 
 WHERE = "import normpass; print(normpass.__file__)"
 # What a first user does: an import of each stage, and torch finds the backend by its name.
@@ -34,7 +34,7 @@ assert normpass.rules()
 def runs_the_example(environment: Environment, folder: Path) -> None:
     """The README's first example as a file of a folder, started there."""
     script = folder / "example.py"
-    script.write_text(block("normpass.explain").text)
+    script.write_text(README.block("normpass.explain").text)
     said = environment.run(script.name, cwd=folder)
     assert "3 fused, 1 not" in said.splitlines()[-1]
 

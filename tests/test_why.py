@@ -24,9 +24,7 @@ def test_a_message_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
 def test_by_its_text(capsys: pytest.CaptureFixture[str]) -> None:
     """As it stands in a log or in a report; what is asked for twice is told once."""
     said = "more passes: 3 over memory, where Inductor needs 2"
-    warned = (
-        "kernel /x.so in the cache is damaged: building it again (normpass why damaged-cache)"
-    )
+    warned = "kernel /x.so in the cache is damaged: building it again (normpass why damaged-cache)"
     assert main(["why", said, "more-passes", warned]) == 0
     text = capsys.readouterr().out
     assert [name for name in messages() if f"{name}\n\n    " in text] == [

@@ -1,7 +1,7 @@
 """What warnings mean, and the reasons for which a norm is not fused: messages.md as data.
 
-A section of that page has a name, the texts of its messages, in which braces stand for what differs,
-and what they mean. tests/backend/test_messages.py holds the texts to those that the code can say.
+A section of that page has a name, the texts of its messages, in which braces stand for what
+differs, and what they mean. tests/backend/test_messages.py holds the texts to what the code says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("messages.md")
 # A heading, a block of texts, and the rest up to the next heading.
-SECTION = re.compile(r"^## ([\w-]+)\n\n```text\n(.*?)\n```\n\n(.*?)(?=\n## |\Z)", re.M | re.S)
+SECTION = re.compile(
+    r"^## ([\w-]+)\n\n```text\n(.*?)\n```\n\n(.*?)(?=\n## |\Z)", re.MULTILINE | re.DOTALL
+)
 BLANK = re.compile(r"\{[^{}]*\}")
 # A warning ends with the command that prints what it means.
 POINTER = re.compile(r"\s*\(normpass why ([\w-]+)\)$")
