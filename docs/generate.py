@@ -139,6 +139,16 @@ def reproducer(function: Any) -> str:
     return f"```py\n{inspect.getsource(function).rstrip()}\n```"
 
 
+# ---- examples
+
+
+def notebooks() -> None:
+    """The notebooks of examples/, where Sphinx finds them."""
+    (OUT / "examples").mkdir(exist_ok=True)
+    for path in sorted((DOCS.parent / "examples" / "notebooks").glob("*.ipynb")):
+        write(f"examples/{path.name}", path.read_text(encoding="utf-8"))
+
+
 # ---- plots
 
 OVER = ("eager", "inductor")
@@ -172,5 +182,5 @@ def label(case: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for part in (walk, commands, options, mistakes, plots):
+    for part in (walk, commands, options, mistakes, notebooks, plots):
         part()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracles import layer_norm as layer_norm_from_primitives
 from page_names import called, resolve
-from pages import README, ROOT
+from pages import README, ROOT, Page
 from snapshots import assert_inline
 
 import normpass
@@ -25,15 +25,12 @@ if TYPE_CHECKING:
 
 # Blocks that are no program and no output: what they hold.
 DIAGRAMS = ("your model\n            |  Dynamo",)
-OUTPUTS = ("Sequential: 3 fused, 1 not.", "To accept the new output:")
-PROGRAMS = (
-    "normpass.explain(model, x)",
-    "torch.compile(hessian(",
-    "@decomposition(",
-    "critic = ",
-    "def energy_and_forces(",
-    "class Clipped(",
-)
+OUTPUTS = ("Sequential: 3 fused, 1 not.",)
+PROGRAMS = ("normpass.explain(model, x)", "torch.compile(hessian(", "critic = ")
+
+PENALTIES = Page("docs/gradient_penalties.md")
+FUNCTIONS = Page("docs/autograd_functions.md")
+DEVELOPING = Page("docs/developing.md")
 
 
 def run(program: str, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -72,7 +69,7 @@ def test_the_first_example_prints_what_is_shown(
 
 
 def test_the_difference_is_shown_as_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = README.block(OUTPUTS[1], "text").text
+    shown = DEVELOPING.block("To accept the new output:", "text").text
     file, name = re.findall(r"'([\w/.]+)::(\w+)'", shown)[0]
     monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{file}::{name} (call)")
     monkeypatch.delenv("EXPECTTEST_ACCEPT", raising=False)
@@ -104,7 +101,7 @@ def test_the_hessian_is_right(tmp_path: Path) -> None:
 
 
 def test_the_gradient_penalty_is_right(tmp_path: Path) -> None:
-    names, _ = run(README.block(PROGRAMS[3]).text, tmp_path)
+    names, _ = run(README.block(PROGRAMS[2]).text, tmp_path)
     critic, x = names["critic"]._orig_mod, names["x"]
     found = [p.grad for p in critic.parameters()]
     (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
@@ -119,7 +116,7 @@ def test_the_gradient_penalty_is_right(tmp_path: Path) -> None:
 )
 def test_energies_and_forces_are_right(tmp_path: Path) -> None:
     with torch._dynamo.config.patch(trace_autograd_ops=False):  # which the program sets
-        names, _ = run(README.block(PROGRAMS[4]).text, tmp_path)
+        names, _ = run(PENALTIES.block("def energy_and_forces(").text, tmp_path)
     leaves = [names["x"], names["w"]]
     found = [leaf.grad for leaf in leaves]
     x, w = (leaf.detach().double().requires_grad_() for leaf in leaves)
@@ -133,7 +130,7 @@ def test_energies_and_forces_are_right(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_clipped_gradient_is_right(tmp_path: Path) -> None:
     try:
-        names, slope = run(README.block(PROGRAMS[5]).text, tmp_path)
+        names, slope = run(FUNCTIONS.block("class Clipped(").text, tmp_path)
     finally:
         normpass.unregister()
     torch.testing.assert_close(slope, (2 * names["x"]).clamp(-1, 1))
@@ -149,7 +146,7 @@ def test_every_command_is_shown() -> None:
 
 
 def test_decorators_in_the_text_are_there() -> None:
-    for decorator in re.findall(r"`@(\w+)`", README.prose):
+    for decorator in re.findall(r"`@(\w+)`", DEVELOPING.prose):
         home = "manual" if decorator == "manual" else "registry"
         resolve(f"normpass.decomps.{home}.{decorator}")
 

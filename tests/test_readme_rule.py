@@ -1,4 +1,4 @@
-"""The rule that the README adds, weight norm's backward: complete, right, and tested in a clone."""
+"""The rule that docs/developing.md adds, weight norm's backward: right, and tested in a clone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from installing import clone
-from pages import README
+from pages import Page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ assert fused() == ["forward", "backward"], fused()
 
 def test_the_rule_is_complete_and_right(tmp_path: Path) -> None:
     """Copied to a file and run, it is listed, called and used by the backend."""
-    (tmp_path / "weight.py").write_text(README.block(RULE).text)
+    (tmp_path / "weight.py").write_text(Page("docs/developing.md").block(RULE).text)
     command = [sys.executable, "-W", "ignore", "-c", WEIGHT_NORM]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -57,10 +57,10 @@ def test_the_rule_is_complete_and_right(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_the_rule_passes_the_tests_made_from_its_record(tmp_path: Path) -> None:
-    """In its file in a clone, as the README says, and `-k weight_norm`."""
+    """In its file in a clone, as the page says, and `-k weight_norm`."""
     root = clone(tmp_path / "clone")
     norms = root / "decomps" / "norms"
-    (norms / "weight.py").write_text(README.block(RULE).text)
+    (norms / "weight.py").write_text(Page("docs/developing.md").block(RULE).text)
     with (norms / "__init__.py").open("a") as file:
         file.write("from normpass.decomps.norms import weight\n")
     package = tmp_path / "path" / "normpass"

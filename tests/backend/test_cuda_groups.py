@@ -35,7 +35,7 @@ MACHINES = {
     "H200": cuda_machine(90, columns=True),
     "small": replace(cuda_on_cpu.small(threads=192, blocks=4, of_thread=64), columns=True),
     "one": replace(
-        cuda_on_cpu.small(threads=160, blocks=2, of_thread=64, shared=12_000), columns=True
+        cuda_on_cpu.small(threads=160, blocks=2, of_thread=64, shared=16_000), columns=True
     ),
 }
 # Groups of ten channels, two to a thread; of four, one thread's; of 24, three to a line.
