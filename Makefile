@@ -22,8 +22,8 @@ COMPILER := $(CXX)
 endif
 export CXX := $(or $(COMPILER),$(shell command -v g++ || command -v c++ || command -v clang++))
 
-TARGETS := test versions accept sweep operators upstream models transforms examples companions wheel dist \
-    docs demo bench page lint types format clean
+TARGETS := test versions accept sweep operators upstream models transforms examples notebooks \
+    companions wheel dist docs demo bench page lint types format clean
 .PHONY: help check $(TARGETS)
 
 help:
@@ -57,6 +57,10 @@ transforms: $(VENV)/test.stamp
 # The programs of examples/ against eager, with the packages that they import.
 examples: $(VENV)/test,examples.stamp
 	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/examples $(ARGS)
+
+# The notebooks of examples/ anew from its scripts, with what they print: make notebooks ARGS=wgan_gp
+notebooks: $(VENV)/test,examples.stamp
+	$(BIN)/python -m normpass.examples.notebooks.build $(ARGS)
 
 # The packages of docs/companions.md train with the backend as in eager mode.
 companions: $(VENV)/test,companions.stamp

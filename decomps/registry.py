@@ -90,8 +90,13 @@ class Rule:
     eager: bool = True
 
     # What tools read of a function: inspect.signature, help, documentation generators.
-    __name__ = property(lambda self: getattr(self.function, "__name__", self.name))
-    __signature__ = property(lambda self: inspect.signature(self.function))
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", self.name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.function)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.function.__doc__)

@@ -124,10 +124,13 @@ class FunctionOp:
         self, function: FunctionClass, fake: Callable[..., Any] | None = None, tried: bool = True
     ) -> None:
         """tried: whether a forward that fake tensors cannot go through is run to see its error."""
-        self.function, self.fake, self.tried = function, fake, tried
+        self.function: FunctionClass = function
+        self.fake: Callable[..., Any] | None = fake
+        self.tried: bool = tried
         self.__module__ = function.__module__
-        self.__name__, self.__doc__ = function.__name__, function.__doc__
-        self.__wrapped__ = function.forward
+        self.__name__: str = function.__name__
+        self.__doc__ = function.__doc__
+        self.__wrapped__: Callable[..., Any] = function.forward
         self._parameters = inspect.signature(function.forward)
         self._operators: dict[Signature, Operator] = {}
         # Of calls without structures and constants, which their types tell apart.

@@ -47,18 +47,21 @@ class Vjp:
     """
 
     def __init__(self, row: Row) -> None:
-        self.row, self.op = row, row.op
+        self.row: Row = row
+        self.op: OpOverload = row.op
         self.formulas: dict[tuple[str, ...], Formula | NoFormula] = {}
-        self.of_results = [f"grad_{name}" for name in row.results]
+        self.of_results: list[str] = [f"grad_{name}" for name in row.results]
         asked = (*self.of_results, "grad", "grads", "grad_input_mask", "needs", EACH)
         names = (*row.arguments, *row.results, *asked)
         for wrt, text in row.gradients.items():
             self.formulas[wrt] = _try(text, names, f"{row.op}: {', '.join(wrt)}")
         ours = not row.is_declared
-        self.own = registry.by_op("vjp").get(row.op) if ours else None
+        self.own: registry.Rule | None = registry.by_op("vjp").get(row.op) if ours else None
         # Of a norm's backward: in upstream's formula the saved statistics are constants.
-        self.of_backward = registry.by_op("double_backward").get(row.op) if ours else None
-        self.tensor = next(iter(row.differentiable), "")
+        self.of_backward: registry.Rule | None = (
+            registry.by_op("double_backward").get(row.op) if ours else None
+        )
+        self.tensor: str = next(iter(row.differentiable), "")
 
     def __repr__(self) -> str:
         return f"vjp({self.op})"
@@ -142,7 +145,8 @@ class Jvp:
     """
 
     def __init__(self, row: Row) -> None:
-        self.row, self.op = row, row.op
+        self.row: Row = row
+        self.op: OpOverload = row.op
         self.formulas: dict[str, Formula | NoFormula] = {}
         names = [*row.arguments, *row.results]
         names += [f"{name}_{end}" for name in row.arguments for end in "pt"]
@@ -152,9 +156,9 @@ class Jvp:
             if text not in (LINEAR, ELEMENTWISE):
                 self.formulas[result] = _try(text, names, f"{row.op}: {result}")
         of_one = len(row.differentiable) == 1 and not row.is_declared
-        self.own = registry.by_op("jvp").get(row.op) if of_one else None
+        self.own: registry.Rule | None = registry.by_op("jvp").get(row.op) if of_one else None
         by_vjp = not row.tangents or ELEMENTWISE in row.tangents.values()
-        self.reverse = Vjp(row) if by_vjp else None
+        self.reverse: Vjp | None = Vjp(row) if by_vjp else None
 
     def __repr__(self) -> str:
         return f"jvp({self.op})"

@@ -47,30 +47,42 @@ class Row:
     """
 
     def __init__(self, op: OpOverload, entry: Entry, is_declared: bool = False) -> None:
-        self.op, self.entry, self.is_declared = op, entry, is_declared
+        self.op: OpOverload = op
+        self.entry: Entry = entry
+        self.is_declared: bool = is_declared
         schema, returns = op._schema.arguments, op._schema.returns
-        self.arguments = tuple(a.name for a in schema)
-        self.defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-        self.keywords = tuple(a.name for a in schema if a.kwarg_only)
-        self.tensors = tuple(a.name for a in schema if str(a.type) == "Tensor")
+        self.arguments: tuple[str, ...] = tuple(a.name for a in schema)
+        self.defaults: dict[str, Any] = {
+            a.name: a.default_value for a in schema if a.has_default_value()
+        }
+        self.keywords: tuple[str, ...] = tuple(a.name for a in schema if a.kwarg_only)
+        self.tensors: tuple[str, ...] = tuple(a.name for a in schema if str(a.type) == "Tensor")
         numbered = ("result",) if len(returns) == 1 else [f"result{k}" for k in range(len(returns))]
-        self.results = tuple(r.name or name for r, name in zip(returns, numbered, strict=True))
-        self.is_list = len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+        self.results: tuple[str, ...] = tuple(
+            r.name or name for r, name in zip(returns, numbered, strict=True)
+        )
+        self.is_list: bool = len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
         fields = {names: text for names, text in entry.fields.items() if text != CONSTANT}
-        self.gradients = {n: text for n, text in fields.items() if set(n) <= {*self.arguments}}
-        self.differentiable = tuple(name for names in self.gradients for name in names)
-        self.tangents = {
+        self.gradients: dict[tuple[str, ...], Any] = {
+            n: text for n, text in fields.items() if set(n) <= {*self.arguments}
+        }
+        self.differentiable: tuple[str, ...] = tuple(
+            name for names in self.gradients for name in names
+        )
+        self.tangents: dict[str, Any] = {
             name: text for names, text in fields.items() for name in names if name in self.results
         }
-        self.numbers = {n: k for ns in fields if len(ns) > 1 for k, n in enumerate(ns)}
+        self.numbers: dict[str, int] = {
+            n: k for ns in fields if len(ns) > 1 for k, n in enumerate(ns)
+        }
 
         # As upstream has it: formulas that say "grad" are of the first result alone.
         of_first = any(map(_says_grad, self.gradients.values()))
         rest = self.results[1:] if of_first else ()
-        self.others = tuple(name for name in rest if name not in self.tangents)
+        self.others: tuple[str, ...] = tuple(name for name in rest if name not in self.tangents)
 
         names = (*self.arguments, *self.results)
-        self.flags = tuple(
+        self.flags: tuple[bool | Formula, ...] = tuple(
             flag if isinstance(flag, bool) else compiled(flag, names, f"{op}: differentiability")
             for flag in entry.differentiable
         )
