@@ -159,6 +159,7 @@ class GpuKernel:
     def _fail(self, error: Exception | None) -> None:
         self._failed = True
         log.warning(
-            "region %s runs %s: its %s kernel could not be built: %s (normpass why kernel-not-built)",
+            "region %s runs %s: its %s kernel could not be built: %s "
+            "(normpass why kernel-not-built)",
             *(self.region.name, self.instead, self.dialect, error),
         )

@@ -288,7 +288,7 @@ def test_where_it_cannot_be_built_triton_takes_over(caplog: pytest.LogCaptureFix
     (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("normpass")]
     assert warning == (
         "region softmax runs in Triton: its CUDA kernel could not be built: NVRTC: no such "
-        "architecture"
+        "architecture (normpass why kernel-not-built)"
     )
 
 

@@ -184,5 +184,5 @@ def test_what_cannot_be_built_is_one_warning(
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("normpass")]
     assert messages == [
         "region softmax_backward runs unfused: its  kernel could not be built: "
-        "PassManager::run failed"
+        "PassManager::run failed (normpass why kernel-not-built)"
     ]
