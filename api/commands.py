@@ -127,8 +127,20 @@ def explain(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("normpass explain")
     parser.add_argument("--html", metavar="OUT", type=Path, help="also save a self-contained page")
     parser.add_argument("--source", action="store_true", help="also print the generated kernels")
+    parser.add_argument(
+        "--time",
+        action="store_true",
+        help="also time each region's kernel against Inductor's kernels for the same nodes, on "
+        "random tensors: compiles every region that differs with Inductor",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="also measure the memory of a step, and list what is saved for the backward, beside "
+        "stock Inductor: compiles the model once more, and runs it five times more",
+    )
     args, target = parse_target(parser, argv)
-    report = report_of(target)
+    report = report_of(target, measure=[name for name in ("time", "memory") if vars(args)[name]])
     print(report)
     if args.source:
         print_kernels(report)
@@ -206,11 +218,11 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
     (console if console.is_terminal else Console(width=160)).print(table)
 
 
-def report_of(target: Target) -> Any:
+def report_of(target: Target, measure: Sequence[str] = ()) -> Any:
     """`normpass.explain` of a target."""
     import normpass
 
-    return normpass.explain(target.function, *target.args, **target.kwargs)
+    return normpass.explain(target.function, *target.args, measure=measure, **target.kwargs)
 
 
 def print_kernels(report: Any) -> None:

@@ -160,6 +160,23 @@ def test_explain_prints_and_saves(
     assert page.read_text().lstrip().lower().startswith("<!doctype html")
 
 
+def test_explain_times_and_measures_memory(
+    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    # So that something is fused, and compiled by both.
+    model_file.write_text(MODEL.replace("(1024, 512", "(8192, 512"))
+    command = ["explain", f"{model_file}:net", "--time", "--memory", "--html", str(page)]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    row = next(line for line in text.splitlines() if "faster" in line)
+    assert [cell.strip() for cell in row.split("|")[-4:-1]] == ["time", "Inductor", "faster"]
+    assert "not timed" not in text
+    assert "memory of a step with normpass: " in text
+    assert "memory of a step with Inductor: " in text
+    assert "Saved for the backward" in page.read_text()
+
+
 def test_kernels_prints_sources(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", f"{model_file}:net"]) == 0
     text = capsys.readouterr().out

@@ -55,7 +55,10 @@ def _write(folder: str, name: str, text: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(text + "\n")
     except OSError as error:
-        _warn_once(f"nothing is written to the debug folder {folder!r}: {error} (normpass why nothing-written)")
+        _warn_once(
+            f"nothing is written to the debug folder {folder!r}: {error} "
+            "(normpass why nothing-written)"
+        )
 
 
 @cache

@@ -11,7 +11,8 @@ from torch.fx.node import map_arg
 from normpass.passes import names
 from normpass.passes.region import DTYPE_NAMES
 from normpass.passes.regions import fusable
-from normpass.passes.vocabulary import Kind, kind_of
+from normpass.passes.sizes import nbytes
+from normpass.passes.vocabulary import Kind, kind_of, without_views
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -25,7 +26,9 @@ class Line:
 
     place: its module's dotted path, or file:line. op: the name of what it calls, "" for what is no
     call. reduction: whether it is one. fusable: whether a region may hold it at all. inner: for a
-    reduction, whether its result meets something larger again, as in every norm.
+    reduction, whether its result meets something larger again, as in every norm. kind: the node's,
+    as fx has it. type: dtype[shape]. reads: the names of the nodes that it reads. base: of a view,
+    what it shows, else itself. nbytes: of a tensor.
     """
 
     name: str
@@ -36,6 +39,11 @@ class Line:
     reduction: bool = False
     fusable: bool = False
     inner: bool = False
+    kind: str = "call_function"
+    type: str = ""
+    reads: tuple[str, ...] = ()
+    base: str = ""
+    nbytes: int = 0
 
 
 def listing(graph: Graph) -> tuple[Line, ...]:
@@ -46,11 +54,19 @@ def listing(graph: Graph) -> tuple[Line, ...]:
 
 def _line(node: Node, inner: bool) -> Line:
     value = node.meta.get("val")
-    kind = f": {_type(value)}" if value is not None else ""
+    typed = "" if value is None else _type(value)
+    graph: dict[str, Any] = {
+        "kind": node.op,
+        "type": typed,
+        "reads": tuple(arg.name for arg in node.all_input_nodes),
+        "base": without_views(node).name,
+        "nbytes": nbytes(node) if isinstance(value, torch.Tensor) else 0,
+    }
+    kind = f": {typed}" if typed else ""
     if node.op == "placeholder":
-        return Line(node.name, f"input   {node.name}{kind}", "")
+        return Line(node.name, f"input   {node.name}{kind}", "", **graph)
     if node.op == "output":
-        return Line(node.name, f"output  {_argument(node.args[0])}", "")
+        return Line(node.name, f"output  {_argument(node.args[0])}", "", **graph)
     op = _op(node)
     arguments = [
         *map(_argument, node.args),
@@ -65,6 +81,7 @@ def _line(node: Node, inner: bool) -> Line:
         kind_of(node) is Kind.REDUCTION,
         fusable(node),
         inner,
+        **graph,
     )
 
 

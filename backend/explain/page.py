@@ -1,13 +1,19 @@
-"""The report as a page of its own: no scripts, no fonts, nothing from elsewhere."""
+"""The report as a page of its own: one file, with its style and its script, and nothing from
+elsewhere.
+"""
 
 from __future__ import annotations
 
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from normpass.backend.explain.words import place, refusals, short, times
+from normpass.backend.explain import bars, page_parts
+from normpass.backend.explain.page_parts import path, row, table
+from normpass.backend.explain.picture import COLORS, picture
+from normpass.backend.explain.side_by_side import kernel_lines, region_lines
+from normpass.backend.explain.words import place, refusals, short, time_cells, times
 from normpass.passes.pipeline import Fused
 from normpass.passes.sizes import human
 
@@ -16,49 +22,46 @@ if TYPE_CHECKING:
 
     from normpass.backend.explain.listing import Line
     from normpass.backend.explain.record import Passed
-    from normpass.backend.explain.report import Report
+    from normpass.backend.explain.report import FusedNorm, Report
 
-# Regions next to each other differ in color; report.html has as many.
-COLORS = 4
+HERE = Path(__file__).parent
 
 
 def page(report: Report) -> str:
     """The page's text. backend/explain/report.html is its frame."""
-    template = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    template = Template((HERE / "report.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(report.title),
         summary=escape(report.summary()),
+        style=(HERE / "report.css").read_text(encoding="utf-8"),
+        script=(HERE / "report.js").read_text(encoding="utf-8"),
         fused=_fused(report),
+        bars=_bars(report),
         refused=_refused(report),
+        memory=page_parts.memory(report.memory),
         regions=_regions(report),
         graphs=_graphs(report),
     )
 
 
-def _row(cells: Sequence[str], numbers: Sequence[str] = (), tag: str = "td") -> str:
-    left = "".join(f"<{tag}>{cell}</{tag}>" for cell in cells)
-    right = "".join(f'<{tag} class="number">{cell}</{tag}>' for cell in numbers)
-    return f"<tr>{left}{right}</tr>"
-
-
-def _path(module: str) -> str:
-    """Paths may be broken after a dot or a comma, so that narrow windows can hold them."""
-    text = escape(module)
-    for mark in (".", "/", ","):
-        text = text.replace(mark, f"{mark}<wbr>")
-    return f"<code>{text}</code>"
+def _chosen(k: int, name: str) -> str:
+    """A link to a region's kernel, which chooses it everywhere on the page."""
+    return f'<a class="choose c{k % COLORS}" href="#region{k}" data-r="{k}">{k} {escape(name)}</a>'
 
 
 def _fused(report: Report) -> str:
     if not report.regions:
         return "<p>Nothing was fused.</p>"
-    head = _row(("norm", "phase", "module", "target"), ("moved", "least", "ratio", "passes"), "th")
+    is_timed = any(region.times for region in report.regions)
+    numbers = ["moved", "least", "ratio", "passes"]
+    numbers += ["time", "Inductor", "faster"] if is_timed else []
+    head = row(("norm", "phase", "module", "target"), numbers, "th")
     rows = [
-        _row(
+        row(
             (
-                f'<a href="#region{k}">{k} {escape(short(region.name))}</a>',
+                _chosen(k, short(region.name)),
                 region.phase,
-                _path(place(region.module)),
+                path(place(region.module)),
                 region.target,
             ),
             (
@@ -66,55 +69,100 @@ def _fused(report: Report) -> str:
                 human(region.bytes_least),
                 times(region.bytes_moved, region.bytes_least),
                 str(region.passes),
+                *(time_cells(region.times) if is_timed else ()),
             ),
+            marks=f' data-row="{k}"',
         )
         for k, region in enumerate(report.regions)
     ]
     moved = sum(region.bytes_moved for region in report.regions)
     least = sum(region.bytes_least for region in report.regions)
-    total = _row(("total", "", "", ""), (human(moved), human(least), times(moved, least), ""))
-    return _table(head, rows, total)
+    empty = [""] * (len(numbers) - 3)
+    total = row(("total", "", "", ""), (human(moved), human(least), times(moved, least), *empty))
+    return table(head, rows, total)
 
 
 def _refused(report: Report) -> str:
     if not report.refused:
         return "<p>None.</p>"
     rows = [
-        _row((escape(name), phases, _path(module), escape(reason)))
+        row((escape(name), phases, path(module), escape(reason)))
         for name, phases, module, reason in refusals(report.refused)
     ]
-    return _table(_row(("norm", "phase", "module", "reason"), tag="th"), rows)
+    return table(row(("norm", "phase", "module", "reason"), tag="th"), rows)
 
 
-def _table(head: str, rows: Sequence[str], foot: str = "") -> str:
-    body = "\n".join(rows)
-    foot = f"<tfoot>{foot}</tfoot>" if foot else ""
+# ---- regions
+
+
+class Group(NamedTuple):
+    """Regions that are equal: their numbers, and the first of them."""
+
+    members: Sequence[int]
+    region: FusedNorm
+
+
+def _groups(report: Report) -> list[Group]:
+    equal: dict[tuple[str, str], list[int]] = {}
+    for k, region in enumerate(report.regions):
+        equal.setdefault((region.text, region.target), []).append(k)
+    return [Group(members, report.regions[members[0]]) for members in equal.values()]
+
+
+def _bars(report: Report) -> str:
+    """Bytes of every region, and its times where they were measured; equal ones once."""
+    if not report.regions:
+        return ""
+    heads = [(_head(group), group.region) for group in _groups(report)]
+    shown = (
+        '<h3>Bytes</h3><p class="lead">What each kernel moves through memory, against the least '
+        "that is possible and what Inductor's kernels for the same nodes are estimated to move."
+        f"</p>{bars.rows(heads, bars.of_bytes, 'bytes')}"
+    )
+    if any(region.times for region in report.regions):
+        shown += (
+            '<h3>Times</h3><p class="lead">A call of each kernel, and of Inductor\'s kernels for '
+            "the same nodes: medians of rounds in turn, on random tensors, after their results "
+            "were compared; each pair on its own scale. On a machine that is busy otherwise they "
+            "mean little.</p>"
+            f"{bars.rows(heads, bars.of_times, 'seconds')}"
+        )
+    return shown
+
+
+def _head(group: Group) -> str:
+    first, region = group.members[0], group.region
+    many = f" and {len(group.members) - 1} more like it" if len(group.members) > 1 else ""
     return (
-        f'<div class="wide"><table><thead>{head}</thead>\n<tbody>{body}</tbody>{foot}</table></div>'
+        f'{_chosen(first, short(region.name))} <span class="place">{region.phase} of '
+        f"{path(place(region.module))}{many}</span>"
     )
 
 
 def _regions(report: Report) -> str:
     """Every region with its kernel; equal ones once."""
-    equal: dict[tuple[str, str], list[int]] = {}
-    for k, region in enumerate(report.regions):
-        equal.setdefault((region.text, region.target), []).append(k)
-    return "\n".join(_region(report, members) for members in equal.values())
+    return "\n".join(_region(report, group) for group in _groups(report))
 
 
-def _region(report: Report, members: Sequence[int]) -> str:
-    region = report.regions[members[0]]
+def _region(report: Report, group: Group) -> str:
+    region = group.region
     where = "".join(
-        f'<li id="region{k}">{k}: {report.regions[k].phase} of '
-        f"{_path(place(report.regions[k].module))}</li>"
-        for k in members
+        f'<li id="region{k}" data-row="{k}"><button type="button" class="choose c{k % COLORS}" '
+        f'data-r="{k}" data-to="picture" aria-label="show region {k} in the picture">{k}</button> '
+        f"{report.regions[k].phase} of {path(place(report.regions[k].module))}</li>"
+        for k in group.members
     )
     return (
-        f"<article><h3>{escape(region.name)}</h3><ul>{where}</ul>"
-        f"<pre>{escape(region.text)}</pre>"
-        f"<details><summary>kernel ({region.target})</summary>"
-        f"<pre>{escape(region.source)}</pre></details></article>"
+        f'<article><h3>{escape(region.name)}</h3><ul class="where">{where}</ul>'
+        f"<details><summary>region and kernel ({region.target})</summary>"
+        '<div class="sides matched"><div><h4>region</h4>'
+        f"<pre>{region_lines(region.text)}</pre></div>"
+        f"<div><h4>kernel</h4><pre>{kernel_lines(region.source, region.text)}</pre></div></div>"
+        "</details></article>"
     )
+
+
+# ---- graphs
 
 
 def _graphs(report: Report) -> str:
@@ -138,18 +186,60 @@ def _graph(k: int, graph: Passed, first: int) -> str:
         if name not in stay
     }
     calls = {decision.call: first + index for index, decision in enumerate(fused)}
+    names = {first + index: short(decision.name) for index, decision in enumerate(fused)}
+    sides = (
+        _Side("before", graph.before, inside, {}),
+        _Side("after", graph.after, calls, names),
+    )
+    key = "".join(f"<li>{_chosen(number, name)}</li>" for number, name in names.items())
+    pictures = "".join(
+        _picture(f"{k}-{side.name}", f"graph {k}, {graph.phase}, {side.name}", side)
+        for side in sides
+    )
+    texts = "".join(
+        f'<div><h4>{side.name}</h4><pre data-key="{k}-{side.name}">{_lines(side)}</pre></div>'
+        for side in sides
+    )
     return (
         f"<h3>graph {k}: {graph.phase}, {len(graph.before)} nodes, {len(graph.after)} after</h3>"
-        f"<details{' open' if k == 0 else ''}><summary>before and after</summary>"
-        '<div class="sides">'
-        f"<div><h4>before</h4><pre>{_lines(graph.before, inside)}</pre></div>"
-        f"<div><h4>after</h4><pre>{_lines(graph.after, calls)}</pre></div>"
-        "</div></details>"
+        f'<details class="graph"{" open" if k == 0 else ""}><summary>before and after</summary>'
+        f'<ul class="key">{key}</ul><div class="sides">{pictures}</div>'
+        f'<h4>as text</h4><div class="sides">{texts}</div></details>'
     )
 
 
-def _lines(lines: Sequence[Line], regions: Mapping[str, int]) -> str:
-    return "\n".join(_line(line, regions.get(line.name)) for line in lines)
+class _Side(NamedTuple):
+    """A graph before or after. regions: of nodes by name, which region they are of. names: of the
+    regions that are one node here.
+    """
+
+    name: str
+    lines: Sequence[Line]
+    regions: Mapping[str, int]
+    names: Mapping[int, str]
+
+
+def _picture(key: str, label: str, side: _Side) -> str:
+    """A picture with what moves it, and lines that say what is pointed at and what is chosen."""
+    buttons = "".join(
+        f'<button type="button" data-do="{does}" aria-label="{name}: {label}" title="{name}">{sign}'
+        "</button>"
+        for does, name, sign in (
+            ("in", "zoom in", "+"),
+            ("out", "zoom out", "&minus;"),
+            ("fit", "show all", "fit"),
+        )
+    )
+    return (
+        f'<figure class="picture" data-key="{key}" data-label="{label}">'
+        f'<figcaption><span>{side.name}</span><span class="tools">{buttons}</span></figcaption>'
+        f"{picture(side.lines, side.regions, side.names)}"
+        '<p class="told" role="status"></p><p class="chosen" role="status"></p></figure>'
+    )
+
+
+def _lines(side: _Side) -> str:
+    return "\n".join(_line(line, side.regions.get(line.name)) for line in side.lines)
 
 
 def _line(line: Line, region: int | None) -> str:
@@ -158,6 +248,9 @@ def _line(line: Line, region: int | None) -> str:
     if line.place:
         text += f'<span class="place">  # {escape(line.place)}</span>'
     if region is None:
-        return text
+        return f'<span class="l">{text}</span>'
     color = region % COLORS
-    return f'<span class="fused c{color}"><a href="#region{region}">{region}</a> {text}</span>'
+    return (
+        f'<span class="l fused c{color}"><a href="#region{region}" data-r="{region}">{region}</a> '
+        f"{text}</span>"
+    )

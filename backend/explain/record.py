@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch._dynamo.utils import counters
 from torch._logging._internal import trace_structured
 
+from normpass.backend.explain.cut_out import CutOut, NotCutOut, cut_out, marked_copy, unmark
 from normpass.backend.explain.listing import Line, listing
 from normpass.passes.names import is_backward
 from normpass.passes.pipeline import Decision, Fused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.fx import Graph
 
@@ -25,12 +26,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Passed:
-    """One graph that went through the pass: before, after, and what was decided in it."""
+    """One graph that went through the pass: before, after, and what was decided in it.
+
+    cuts: of each region by its call what it is of, or why that cannot be taken out of the graph.
+    """
 
     phase: str
     before: tuple[Line, ...]
     after: tuple[Line, ...]
     decisions: tuple[Decision, ...]
+    cuts: Mapping[str, CutOut | str]
+
+
+@dataclass(frozen=True)
+class Before:
+    """A graph before the pass: its listing, and a copy of it."""
+
+    lines: tuple[Line, ...]
+    graph: Graph
 
 
 _listeners: list[list[Decision]] = []
@@ -66,20 +79,31 @@ def watch() -> Iterator[list[Passed]]:
         yield seen
 
 
-def before(graph: Graph) -> tuple[Line, ...]:
-    """A graph's listing for those who watch; empty, and for free, if nobody does."""
-    return listing(graph) if _watchers else ()
+def before(graph: Graph) -> Before | None:
+    """A graph before the pass, for those who watch; None, and for free, if nobody does. Its nodes
+    are marked until `after`.
+    """
+    return Before(listing(graph), marked_copy(graph)) if _watchers else None
 
 
-def after(before: tuple[Line, ...], graph: Graph, made: Sequence[Decision]) -> None:
+def after(before: Before | None, graph: Graph, made: Sequence[Decision]) -> None:
     """Hands a graph that went through the pass to those who watch."""
-    if not before:
+    if before is None:
         return
     phase = "backward" if is_backward(graph) else "forward"
-    passed = Passed(phase, before, listing(graph), tuple(made))
+    cuts = {each.call: _cut(before, graph, each) for each in made if isinstance(each, Fused)}
+    unmark(graph)
+    passed = Passed(phase, before.lines, listing(graph), tuple(made), cuts)
     with _lock:
         for seen in _watchers:
             seen.append(passed)
+
+
+def _cut(before: Before, after: Graph, fused: Fused) -> CutOut | str:
+    try:
+        return cut_out(before.graph, after, fused)
+    except NotCutOut as reason:
+        return str(reason)
 
 
 def decisions(made: Sequence[Decision]) -> None:

@@ -8,20 +8,24 @@ import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from normpass.backend.explain import stock
 from normpass.backend.explain.page import page
-from normpass.backend.explain.words import place, refusals, short, times
+from normpass.backend.explain.timing import Times, timed
+from normpass.backend.explain.words import memory_lines, place, refusals, short, time_cells, times
 from normpass.backend.program.traffic import traffic
 from normpass.backend.run.calibration import conditions_of
+from normpass.passes.pipeline import Fused
 from normpass.passes.sizes import human
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
+    from normpass.backend.explain.cut_out import CutOut
+    from normpass.backend.explain.memory import Memory
     from normpass.backend.explain.record import Passed
-    from normpass.passes.pipeline import Fused
 
 # Importing rich draws from the user's random numbers.
 _STATE = random.getstate()
@@ -46,7 +50,8 @@ class FusedNorm:
     phase: "forward" or "backward". bytes_least: every input read once and every output written
     once. bytes_moved, passes: what its plan moves through memory on this machine, and how often it
     goes over its largest input (the rule is in backend/program/traffic.py). target: "cpp" or
-    "triton". text: the region.
+    "triton". text: the region. times: what its kernel takes and what Inductor's for the same nodes
+    take, where that was measured; a str says why it could not be.
     """
 
     name: str
@@ -58,11 +63,15 @@ class FusedNorm:
     target: str
     text: str
     fused: Fused = field(repr=False)
+    cut: CutOut | str = field(repr=False)
     print_kernel: Callable[[Fused], str] = field(repr=False)
+    times: Times | str | None = None
 
     @classmethod
-    def of(cls, fused: Fused, print_kernel: Callable[[Fused], str]) -> FusedNorm:
-        """print_kernel: what prints the kernel when it is asked for."""
+    def of(cls, fused: Fused, cut: CutOut | str, print_kernel: Callable[[Fused], str]) -> FusedNorm:
+        """cut: its nodes as a graph of their own, or why there is none. print_kernel: what prints
+        the kernel when it is asked for.
+        """
         here = conditions_of(fused.device)
         moved = traffic(fused.text, fused.sizes, fused.device, here)
         return cls(
@@ -75,6 +84,7 @@ class FusedNorm:
             target=TARGETS.get(fused.device, fused.device),
             text=fused.text,
             fused=fused,
+            cut=cut,
             print_kernel=print_kernel,
         )
 
@@ -82,6 +92,29 @@ class FusedNorm:
     def source(self) -> str:
         """The kernel."""
         return self.print_kernel(self.fused)
+
+    @cached_property
+    def bytes_stock(self) -> int | None:
+        """What Inductor's kernels for the same nodes would move, as estimated; None where that is
+        not known (on GPUs).
+        """
+        return stock.bytes_moved(self.cut, self.fused.device)
+
+
+def fused_norms(graph: Passed, print_kernel: Callable[[Fused], str]) -> list[FusedNorm]:
+    """The norms that were fused in a graph, in order."""
+    made = [decision for decision in graph.decisions if isinstance(decision, Fused)]
+    return [FusedNorm.of(fused, graph.cuts[fused.call], print_kernel) for fused in made]
+
+
+def time_regions(regions: Sequence[FusedNorm], settings: Mapping[str, Any]) -> None:
+    """Times regions, equal ones once. settings: of torch._inductor.config."""
+    known: dict[tuple[str, tuple[int, ...]], Times | str] = {}
+    for region in regions:
+        key = region.text, region.fused.sizes
+        if key not in known:
+            known[key] = timed(region.fused, region.cut, settings)
+        region.times = known[key]
 
 
 @dataclass(frozen=True)
@@ -99,13 +132,15 @@ class Report:
     """What `normpass.explain` found.
 
     title: what was explained. regions, refused: norms. graphs: those that went through the pass,
-    before and after. `print(report)` is a table, `report.save("report.html")` a page.
+    before and after. memory: of a step, where that was measured; a str says why it could not be.
+    `print(report)` is a table, `report.save("report.html")` a page.
     """
 
     title: str
     regions: list[FusedNorm]
     refused: list[RefusedNorm]
     graphs: list[Passed] = field(repr=False)
+    memory: Memory | str | None = None
 
     def __str__(self) -> str:
         terminal = sys.stdout.isatty()
@@ -120,7 +155,8 @@ class Report:
         for table in (self._fused(terminal), self._refused(terminal)):
             if table.row_count:
                 console.print(table)
-        console.print(Text(self.summary()))
+        for line in (*self._not_timed(), *memory_lines(self.memory), self.summary()):
+            console.print(Text(line))
         # Plain tables are padded to their width, which nobody wants to see.
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
@@ -152,6 +188,9 @@ class Report:
         for heading in ("moved", "least", "ratio", "passes"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("target")
+        is_timed = any(region.times for region in self.regions)
+        for heading in ("time", "Inductor", "faster") if is_timed else ():
+            table.add_column(heading, justify="right", no_wrap=True)
         for region in self.regions:
             table.add_row(
                 *map(Text, (short(region.name), region.phase, place(region.module))),
@@ -160,6 +199,7 @@ class Report:
                 times(region.bytes_moved, region.bytes_least),
                 str(region.passes),
                 region.target,
+                *(time_cells(region.times) if is_timed else ()),
             )
         if len(self.regions) > 1:
             moved = sum(region.bytes_moved for region in self.regions)
@@ -167,6 +207,15 @@ class Report:
             table.add_section()
             table.add_row("total", "", "", human(moved), human(least), times(moved, least), "", "")
         return table
+
+    def _not_timed(self) -> list[str]:
+        """Why regions have no times, a line each."""
+        return [
+            f"not timed: {short(region.name)} {region.phase} of {place(region.module)}: "
+            f"{region.times}"
+            for region in self.regions
+            if isinstance(region.times, str)
+        ]
 
     def _refused(self, terminal: bool) -> Table:
         table = _table("not fused", terminal)

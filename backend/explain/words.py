@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from normpass.passes.sizes import human
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from normpass.backend.explain.memory import Memory
     from normpass.backend.explain.report import RefusedNorm
+    from normpass.backend.explain.timing import Times
 
 
 def refusals(refused: Sequence[RefusedNorm]) -> list[tuple[str, str, str, str]]:
@@ -44,3 +48,39 @@ def place(module: str) -> str:
 
 def times(moved: int, least: int) -> str:
     return f"{moved / least:.2f}x" if least else "-"
+
+
+def failure(error: Exception) -> str:
+    """An error of whatever kind in a line; of one of a backend's, what it raised."""
+    error = getattr(error, "inner_exception", error)
+    lines = str(error).strip().splitlines()
+    return ": ".join((type(error).__name__, *lines[:1]))
+
+
+def clock(seconds: float) -> str:
+    """Seconds with three digits: 17.2 us, 1.68 ms."""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def time_cells(found: Times | str | None) -> tuple[str, str, str]:
+    """A region's time, Inductor's, and how many times less that is."""
+    if found is None or isinstance(found, str):
+        return "-", "-", "-"
+    return clock(found.ours), clock(found.stock), f"{found.stock / found.ours:.2f}x"
+
+
+def memory_lines(memory: Memory | str | None) -> list[str]:
+    """A step's memory in sentences."""
+    if memory is None:
+        return []
+    if isinstance(memory, str):
+        return [f"memory not measured: {memory}"]
+    sides = {"normpass": memory.ours, "Inductor": memory.stock}
+    return [
+        f"memory of a step with {name}: {human(side.timeline.peak)} at most, "
+        f"{human(side.saved_bytes)} saved for the backward"
+        for name, side in sides.items()
+    ]

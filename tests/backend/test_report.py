@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,12 @@ import torch
 from torch import nn
 
 import normpass
-from normpass.backend.explain.report import place
+from normpass.backend.explain.bars import columns_of
+from normpass.backend.explain.memory import Memory, Saved, Side, Timeline
+from normpass.backend.explain.page import page
+from normpass.backend.explain.side_by_side import without_region
+from normpass.backend.explain.timing import Times
+from normpass.backend.explain.words import place
 from normpass.passes.pipeline import Fused
 from normpass.passes.region_text import parse
 from normpass.passes.sizes import human
@@ -62,7 +69,7 @@ def test_the_printed_table(fused: normpass.Report) -> None:
     assert text.splitlines()[-1].startswith("Sequential: 2 fused, 0 not.")
 
 
-class Page(HTMLParser):
+class Parsed(HTMLParser):
     """Reads a page: its text, what it links to, and that what opens is closed."""
 
     EMPTY = frozenset({"meta", "wbr", "br"})
@@ -98,19 +105,73 @@ def test_the_page_is_complete_and_stands_alone(fused: normpass.Report, tmp_path:
     file = tmp_path / "report.html"
     fused.save(file)
     text = file.read_text(encoding="utf-8")
-    page = Page(text)
+    page = Parsed(text)
     assert page.open == []
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert "url(" not in text
-    assert "@import" not in text
+    assert not {"link", "img", "iframe"} & set(page.tags)
+    assert page.tags.count("style") == page.tags.count("script") == 1
+    assert not re.search(r"\b(url|import|fetch|eval)\(|@import|https?:", text)
     assert all(link.startswith("#") and link[1:] in page.names for link in page.links)
     assert "prefers-color-scheme: dark" in text
     for region in fused.regions:
         assert region.text in page.text
-        assert region.source in page.text
+        assert without_region(region.source).strip() in page.text
     for graph in fused.graphs:
         assert all(line.text in page.text for line in (*graph.before, *graph.after))
     assert page.tags.count("details") == len(fused.regions) + len(fused.graphs)
+    drawn = [len(graph.before) + len(graph.after) for graph in fused.graphs]
+    assert page.tags.count("rect") == sum(drawn)
+    assert page.tags.count("svg") == 2 * len(fused.graphs)
+
+
+def widths(page: str, section: str) -> list[float]:
+    """The widths of the bars below a heading, in percent."""
+    part = page.split(f"<h3>{section}</h3>")[1].split("<h", 1)[0]
+    return [float(width) for width in re.findall(r"width:([\d.]+)%", part)]
+
+
+def test_bars_are_as_long_as_the_numbers_say(fused: normpass.Report) -> None:
+    numbers = [
+        count
+        for region in fused.regions
+        for count in (region.bytes_least, region.bytes_moved, region.bytes_stock)
+    ]
+    assert all(count is not None for count in numbers)
+    shown = widths(page(fused), "Bytes")
+    assert shown == pytest.approx([100 * n / max(numbers) for n in numbers], abs=0.01)  # type: ignore[type-var,operator]
+
+
+def test_times_and_why_there_are_none(fused: normpass.Report) -> None:
+    one, other = (replace(region) for region in fused.regions)
+    one.times, other.times = Times(2e-4, 5e-4), "its kernel could not be built"
+    report = replace(fused, regions=[one, other])
+    assert widths(page(report), "Times") == [40, 100, 0]
+    assert "not timed: its kernel could not be built" in page(report)
+    text = str(report)
+    row = next(line for line in text.splitlines() if "layer_norm | forward" in line)
+    assert [cell.strip() for cell in row.split("|")[-4:-1]] == ["200 us", "500 us", "2.50x"]
+    assert "not timed: layer_norm backward of 1: its kernel could not be built" in text
+    assert max(map(len, text.splitlines())) <= 160
+    assert "Inductor" not in str(fused)
+
+
+def test_the_memory_of_a_step_is_drawn_as_it_was(fused: normpass.Report) -> None:
+    line = Timeline(((0.25, 1000), (0.5, 400)), ((0.5, 2000), (0.75, 0)))
+    other = Timeline(((0.5, 4000),), ((1.0, 0),))
+    kept = Saved("mul", "f32[100]", "0.norm", 400, is_input=False)
+    there = Saved("primals_1", "f32[9]", "", 36, is_input=True)
+    memory = Memory(Side(line, (kept, there)), Side(other, ()))
+    assert memory.ours.saved_bytes == 400
+    assert (line.peak, line.after_forward) == (2000, 400)
+    text = page(replace(fused, memory=memory))
+    ours = re.search(r'<path class="ours" data-peak="2000" d="([^"]+)"', text)
+    assert ours
+    # A half of the highest is a half of the height; the backward begins in the middle.
+    assert ours[1] == "M0 240H125.0V180.0H254.2V216.0H750.0V120.0H879.2V240.0H1000"
+    assert "normpass 2 kB at most" in text
+    assert columns_of(other, has_backward=True)[-2:] == [4000, 4000]
+    assert "400 B saved for the backward" in str(replace(fused, memory=memory))
+    assert "Not measured: too old" in page(replace(fused, memory="too old"))
+    assert "Memory of a step" not in page(fused)
 
 
 def test_graphs_before_and_after(fused: normpass.Report) -> None:
