@@ -22,6 +22,7 @@ extensions = [
     "sphinx_design",
 ]
 exclude_patterns = ["generated/*.md"]  # parts of pages
+html_extra_path = ["generated/report.html"]
 
 # ---- pages
 

@@ -60,6 +60,7 @@ def walk() -> None:
     report = normpass.explain(model, x, options={"least_bytes": 0})
     (region,) = (each for each in report.regions if each.phase == "backward")
     (graph,) = (each for each in report.graphs if each.phase == "backward")
+    report.save(OUT / "report.html")
     write("graph.txt", "\n".join(line.text for line in graph.before) + "\n")
     write("graph_after.txt", "\n".join(line.text for line in graph.after) + "\n")
     write("region.txt", region.text + "\n")

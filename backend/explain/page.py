@@ -86,7 +86,7 @@ def _refused(report: Report) -> str:
     if not report.refused:
         return "<p>None.</p>"
     rows = [
-        row((escape(name), phases, path(module), escape(reason)))
+        row((escape(name), phases, path(module), page_parts.reason(reason)))
         for name, phases, module, reason in refusals(report.refused)
     ]
     return table(row(("norm", "phase", "module", "reason"), tag="th"), rows)

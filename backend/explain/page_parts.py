@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from typing import TYPE_CHECKING
 
 from normpass.backend.explain import bars
+from normpass.backend.explain.messages import message_of
 from normpass.backend.explain.words import place
 from normpass.passes.sizes import human
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from normpass.backend.explain.memory import Memory, Saved
+
+
+CODE = re.compile(r"`([^`]+)`")
 
 
 def row(cells: Sequence[str], numbers: Sequence[str] = (), tag: str = "td", marks: str = "") -> str:
@@ -37,6 +42,16 @@ def path(module: str) -> str:
     for mark in (".", "/", ","):
         text = text.replace(mark, f"{mark}<wbr>")
     return f"<code>{text}</code>"
+
+
+def reason(text: str) -> str:
+    """Why a norm was not fused, and folded up below it what that means and what to do."""
+    message = message_of(text)
+    if message is None:
+        return escape(text)
+    paragraphs = CODE.sub(r"<code>\1</code>", escape(message.meaning)).split("\n\n")
+    meaning = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
+    return f'<details class="why"><summary>{escape(text)}</summary>{meaning}</details>'
 
 
 def memory(found: Memory | str | None) -> str:

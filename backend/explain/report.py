@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normpass.backend.explain import stock
+from normpass.backend.explain.messages import message_of
 from normpass.backend.explain.page import page
 from normpass.backend.explain.timing import Times, timed
 from normpass.backend.explain.words import memory_lines, place, refusals, short, time_cells, times
@@ -126,6 +127,12 @@ class RefusedNorm:
     phase: str
     reason: str
 
+    @property
+    def why(self) -> str:
+        """The name by which `normpass why` says what the reason means; "" for one it has not."""
+        message = message_of(self.reason)
+        return message.name if message else ""
+
 
 @dataclass
 class Report:
@@ -155,7 +162,8 @@ class Report:
         for table in (self._fused(terminal), self._refused(terminal)):
             if table.row_count:
                 console.print(table)
-        for line in (*self._not_timed(), *memory_lines(self.memory), self.summary()):
+        lines = (*self._why(), *self._not_timed(), *memory_lines(self.memory), self.summary())
+        for line in lines:
             console.print(Text(line))
         # Plain tables are padded to their width, which nobody wants to see.
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -207,6 +215,11 @@ class Report:
             table.add_section()
             table.add_row("total", "", "", human(moved), human(least), times(moved, least), "", "")
         return table
+
+    def _why(self) -> list[str]:
+        """The command that says what the reasons mean."""
+        names = dict.fromkeys(norm.why for norm in self.refused if norm.why)
+        return [f"What the reasons mean: normpass why {' '.join(names)}"] if names else []
 
     def _not_timed(self) -> list[str]:
         """Why regions have no times, a line each."""

@@ -202,3 +202,17 @@ def test_files_are_named_from_where_one_stands(
     assert place(f"{tmp_path}/models/net.py:3") == "models/net.py:3"
     assert place("/somewhere/else/far/net.py:3") == ".../far/net.py:3"
     assert place("layers.0.norm") == "layers.0.norm"
+
+
+# ---- what reasons mean
+
+
+def test_reasons_lead_to_what_they_mean() -> None:
+    """In the table by a command, on the page folded up below them; `why` for programs."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    report = normpass.explain(model, torch.randn(4, 8), options={"inner": "eager"})
+    assert {norm.why for norm in report.refused} == {"too-small"}
+    assert "\nWhat the reasons mean: normpass why too-small\n" in str(report)
+    shown = page(report)
+    assert '<details class="why"><summary>too small: it moves ' in shown
+    assert "<code>normpass bench --calibrate</code>" in shown
