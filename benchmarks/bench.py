@@ -25,6 +25,7 @@ from normpass.benchmarks import (
     compile_time,
     ensembles,
     model_steps,
+    peers,
     processes,
     roofline,
     second_order,
@@ -241,6 +242,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         f"{'; '.join(ensembles.PROGRAMS)}",
     )
     group.add_argument(
+        "--peers",
+        nargs="*",
+        choices=peers.PARTS,
+        metavar="PART",
+        help="what other libraries have right of norms' derivatives, and how long they take, "
+        f"instead: {'; '.join(peers.PARTS)}",
+    )
+    group.add_argument(
         "--processes",
         action="store_true",
         help="training steps over two processes instead, by DistributedDataParallel and FSDP2, "
@@ -283,6 +292,7 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "vmap": ("shape",),
     "second_order": (),
     "ensembles": (),
+    "peers": (),
     "processes": (),
     "warm_start": (),
     "roofline": (),
@@ -352,6 +362,9 @@ def instead(args: argparse.Namespace, console: Console) -> int:
     if args.ensembles is not None:
         repeats, steady = args.repeats or ensembles.REPEATS, not args.system_allocator
         return ensembles.run(console, repeats, args.out, args.ensembles, steady)
+    if args.peers is not None:
+        repeats, steady = args.repeats or peers.REPEATS, not args.system_allocator
+        return peers.run(console, repeats, args.out, args.peers, steady)
     if args.processes:
         return processes.run(console, args.repeats or processes.REPEATS, args.out)
     if args.warm_start:

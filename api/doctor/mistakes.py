@@ -65,18 +65,21 @@ def of_caches() -> Iterator[Finding]:
             f"the disk of {folder} is nearly full",
             "make room, or set TORCHINDUCTOR_CACHE_DIR to another folder",
         )
-    for place in (folder, folder.parent):
-        if owner := somebody_else(place):
-            yield Finding(
-                f"the cache {place} can be written to by {owner}, and code in it is run",
-                "set TORCHINDUCTOR_CACHE_DIR to a folder of your own",
-            )
-            return
+    headers = toolchain.header_dir()
+    places = {folder: "TORCHINDUCTOR_CACHE_DIR", headers: "TMPDIR"}
+    for place, variable in places.items():
+        for each in (place, place.parent):
+            if owner := somebody_else(each):
+                yield Finding(
+                    f"the cache {each} can be written to by {owner}, and code in it is run",
+                    f"set {variable} to a folder of your own",
+                )
+                return
 
 
 def somebody_else(folder: Path) -> str:
     """Who but the user may write to a folder: its owner, or everybody; empty if nobody."""
-    if not hasattr(os, "getuid"):
+    if not hasattr(os, "getuid") or not folder.exists():
         return ""
     found = folder.stat()
     if found.st_uid not in (os.getuid(), 0):

@@ -151,19 +151,24 @@ def _identity() -> bytes:
     return b" ".join((torch.__version__.encode(), name, *flags, _processor()))
 
 
+def header_dir() -> Path:
+    """Where precompiled headers lie: where Inductor keeps its own, which outlive a cache."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return Path(default_cache_dir()) / "precompiled_headers"
+
+
 @cache
 def _include() -> Path:
     """The folder of normpass.h, precompiled where the compiler is GCC: that takes four seconds once
-    on a machine and makes each kernel compile in a third of the time. Lies where Inductor keeps its
-    own precompiled headers, which outlive a cache.
+    on a machine and makes each kernel compile in a third of the time.
     """
     from torch._inductor import config, cpp_builder, exc
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if not (config.cpp_cache_precompile_headers and cpp_builder.is_gcc()):
         return FOLDER
     key = hashlib.sha256(_header_digest() + torch.__version__.encode() + _command()).hexdigest()
-    home = Path(default_cache_dir()) / "precompiled_headers" / f"normpass_{key[:16]}"
+    home = header_dir() / f"normpass_{key[:16]}"
     precompiled = home / "normpass.h.gch"
     try:
         if not precompiled.exists():

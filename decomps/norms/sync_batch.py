@@ -157,9 +157,9 @@ class SyncBatchNorm(AnyBatchNorm):
                 f"expected at least two dimensions, images and some channels, found {input.shape}"
             )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """n c * -> n c *"""
-        return forward(self, x, AnyBatchNorm.forward)
+        return forward(self, input, AnyBatchNorm.forward)
 
     @classmethod
     def convert_sync_batchnorm(
