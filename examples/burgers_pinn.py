@@ -10,6 +10,7 @@ residual: the calls of torch.autograd.grad are then traced into the compiled fun
 derivatives of LayerNorm are silently wrong in torch 2.13; normpass.register makes them right.
 """
 
+# %%
 from __future__ import annotations
 
 import argparse
@@ -22,11 +23,15 @@ from torch import Tensor, nn
 import normpass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 VISCOSITY = 0.01 / math.pi
 
+# %% [markdown]
+# The network, and what is left of the equation.
 
+
+# %%
 class Network(nn.Module):
     """u at points (t, x), each a column."""
 
@@ -49,6 +54,11 @@ def residual(u: Callable[[Tensor, Tensor], Tensor], t: Tensor, x: Tensor) -> Ten
     return y_t + y * y_x - VISCOSITY * y_xx
 
 
+# %% [markdown]
+# A step of training: new points each time, in the middle, at the start and at the edges.
+
+
+# %%
 def training(
     compile: Callable[[Any], Any],
     whole: bool = False,
@@ -82,12 +92,13 @@ def training(
     return step
 
 
-def main() -> None:
+# %%
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
     parser.add_argument("--whole", action="store_true", help="compile the residual as a whole")
     parser.add_argument("--steps", type=int, default=1000)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch._dynamo.config.trace_autograd_ops = options.whole
     normpass.register(eager=True)
 
@@ -102,5 +113,6 @@ def main() -> None:
             print(f"step {i}: loss {loss.item():.5f}")
 
 
+# %%
 if __name__ == "__main__":
     main()

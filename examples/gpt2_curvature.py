@@ -12,6 +12,7 @@ The model has random weights and the size that nanoGPT proposes for CPUs: four l
 of 64 out of 65 letters. Needs transformers, and curvlinops-for-pytorch for the last way.
 """
 
+# %%
 from __future__ import annotations
 
 import argparse
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 
 LETTERS = 65
 
+# %% [markdown]
+# The model and its data: texts of random letters.
 
+
+# %%
 class Letters(nn.Module):
     """A GPT-2 that gives the logits of each next letter, in one row each.
 
@@ -68,6 +73,11 @@ def model_and_text(
     return Letters(layers, width, length).to(dtype).eval(), text, text[:, 1:].flatten()
 
 
+# %% [markdown]
+# Power iteration: a vector is multiplied again and again, and turns to the largest eigenvalue.
+
+
+# %%
 def parts(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """A flat vector in the shapes of the parameters."""
     sizes = [p.numel() for p in parameters]
@@ -90,6 +100,11 @@ def power_iteration(product: Callable[[Tensor], Tensor], model: nn.Module) -> Ca
     return step
 
 
+# %% [markdown]
+# The three ways to a product.
+
+
+# %%
 def hessian_vector(compile: Callable[[Any], Any], **sizes: Any) -> Callable[[], Tensor]:
     """By double backward. The loss is compiled with the model: of one that stands outside, the
     second derivative would go through the model once more.
@@ -140,12 +155,13 @@ def gauss_newton_vector(compile: Callable[[Any], Any], **sizes: Any) -> Callable
 WAYS = {f.__name__: f for f in (hessian_vector, forward_over_reverse, gauss_newton_vector)}
 
 
-def main() -> None:
+# %%
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
     parser.add_argument("--way", default="hessian_vector", choices=WAYS)
     parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     def compile(module: Any) -> Any:
         eager = options.backend == "eager"
@@ -156,5 +172,6 @@ def main() -> None:
         print(f"step {i}: a product of length {step().norm().item():.4f}")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -9,6 +9,7 @@ the batch's own statistics). The loss alone is compiled, or with --whole a task'
 the calls of torch.autograd.grad are then traced into the compiled function. Needs scikit-learn.
 """
 
+# %%
 from __future__ import annotations
 
 import argparse
@@ -20,12 +21,16 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 WAYS, SHOTS = 5, 5
 INNER_RATE = 0.4
 
+# %% [markdown]
+# Tasks, and the network that learns them.
 
+
+# %%
 class Task(NamedTuple):
     """Images to learn from and their classes, and others to be asked about."""
 
@@ -78,6 +83,11 @@ def draw_task(images: list[Tensor], queries: int) -> Task:
     )
 
 
+# %% [markdown]
+# A step of the outer loop differentiates through the inner steps of some tasks.
+
+
+# %%
 def training(
     compile: Callable[[Any], Any],
     whole: bool = False,
@@ -123,12 +133,13 @@ def training(
     return step
 
 
-def main() -> None:
+# %%
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
     parser.add_argument("--whole", action="store_true", help="compile a task's inner steps, too")
     parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch._dynamo.config.trace_autograd_ops = options.whole
 
     def compile(function: Any) -> Any:
@@ -142,5 +153,6 @@ def main() -> None:
             print(f"step {i}: loss after learning {loss.item():.3f}")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ compile_model leaves Hessians to eager mode, "because torch.compile cannot trace
 The data are crystals of rock salt with displaced atoms, labelled by a Morse potential. Needs matgl.
 """
 
+# %%
 from __future__ import annotations
 
 import argparse
@@ -29,13 +30,17 @@ from torch.nn import functional as F
 from torch_geometric.loader import DataLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch_geometric.data import Data
 
 ELEMENTS, CUTOFF, CRYSTALS, BATCH = ("Na", "Cl"), 5.0, 64, 4
 
+# %% [markdown]
+# The data: crystals, and their energies and forces by a formula.
 
+
+# %%
 class Morse(nn.Module):
     """The energy of one crystal as a sum over pairs of atoms: the labels."""
 
@@ -58,6 +63,11 @@ def crystals(count: int, atoms: int) -> list[Data]:
     return graphs
 
 
+# %% [markdown]
+# Training on energies and forces, and the Hessian.
+
+
+# %%
 def tensornet(units: int, blocks: int) -> TensorNet:
     return TensorNet(ELEMENTS, units, nblocks=blocks, cutoff=CUTOFF, is_intensive=False)
 
@@ -119,14 +129,15 @@ def hessian(
     return step
 
 
-def main() -> None:
+# %%
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
     parser.add_argument("--whole", action="store_true", help="compile energies and forces")
     parser.add_argument("--atoms", type=int, default=16, help="of a crystal, a multiple of 8")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--hessian", action="store_true", help="of one crystal, before training")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch._dynamo.config.trace_autograd_ops = options.whole
 
     def compile(module: Any) -> Any:
@@ -144,5 +155,6 @@ def main() -> None:
             print(f"step {i}: loss {loss.item():.5f}")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ would be compiled anew: under vmap, torch compiles convolutions and cross entrop
 Needs opacus and scikit-learn.
 """
 
+# %%
 from __future__ import annotations
 
 import argparse
@@ -25,11 +26,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 DIGITS = 10
 
+# %% [markdown]
+# The model and its data.
 
+
+# %%
 def classifier(width: int) -> nn.Sequential:
     """Its norms are over one image each: batch norm would mix them, and opacus refuses it."""
     return nn.Sequential(
@@ -58,6 +63,11 @@ def endless(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
+# %% [markdown]
+# A gradient for each image, and a step of private training.
+
+
+# %%
 def per_sample_gradients(model: nn.Module) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
     """A function of parameters, images and labels that returns each image's gradients and loss."""
 
@@ -120,12 +130,13 @@ def training(
     return step
 
 
-def main() -> None:
+# %%
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
     parser.add_argument("--mode", default="no_op", choices=("no_op", "functorch"))
     parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     def compile(module: Any) -> Any:
         eager = options.backend == "eager"
@@ -138,5 +149,6 @@ def main() -> None:
             print(f"step {i}: loss {loss.item():.4f}")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ compiled, or with --whole the critic's loss in place of the critic: the call of 
 is then traced into the compiled function. Needs scikit-learn.
 """
 
+# %%
 from __future__ import annotations
 
 import argparse
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 LATENT, PENALTY, CRITIC_STEPS = 32, 10.0, 5
 
+# %% [markdown]
+# The two networks.
 
+
+# %%
 class Critic(nn.Module):
     """norm: "group" between convolutions, or "layer" between linear layers."""
 
@@ -65,6 +70,11 @@ class Generator(nn.Sequential):
         )
 
 
+# %% [markdown]
+# The images, and the critic's loss with its penalty.
+
+
+# %%
 def digits(dtype: torch.dtype) -> Tensor:
     """1797 x 1 x 8 x 8, between -1 and 1."""
     from sklearn.datasets import load_digits
@@ -88,6 +98,11 @@ def loss_of(
     return PENALTY * penalty - distance
 
 
+# %% [markdown]
+# A step: five times the critic, once the generator.
+
+
+# %%
 def training(
     compile: Callable[[Any], Any],
     norm: str = "group",
@@ -126,13 +141,14 @@ def training(
     return step
 
 
-def main() -> None:
+# %%
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="normpass", help="of torch.compile, or eager")
     parser.add_argument("--norm", default="group", choices=("group", "layer"))
     parser.add_argument("--whole", action="store_true", help="compile the critic's loss")
     parser.add_argument("--steps", type=int, default=500)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch._dynamo.config.trace_autograd_ops = options.whole
 
     def compile(module: Any) -> Any:
@@ -146,5 +162,6 @@ def main() -> None:
             print(f"step {i}: the critic's loss {loss.item():.4f}")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -1,0 +1,1 @@
+"""The programs of examples/ as notebooks, which `make notebooks` makes of the scripts."""
