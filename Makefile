@@ -120,7 +120,7 @@ types: $(VENV)/dev.stamp
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml normpass $(ARGS)
 	@# What a user's checker sees: types of all public names, and no error in the public face.
 	PYTHONPATH=build/types $(BIN)/python tests/public_types.py
-	cd build/types && $(CURDIR)/$(BIN)/pyright normpass
+	cd build/types && $(CURDIR)/$(BIN)/pyright --pythonpath $(CURDIR)/$(BIN)/python normpass
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

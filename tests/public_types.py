@@ -9,8 +9,10 @@ classes that those lead to.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import normpass
@@ -33,7 +35,15 @@ def judged() -> list[dict[str, Any]]:
         SystemExit: where it has found no package, with its words.
     """
     command = [sys.executable, "-m", "pyright", "--verifytypes", "normpass", "--ignoreexternal"]
-    done = subprocess.run([*command, "--outputjson"], capture_output=True, text=True, check=False)
+    # It takes torch from the first Python on the path, which without this need not have it.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [*command, "--outputjson"],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     report = json.loads(done.stdout)
     symbols: list[dict[str, Any]] = report["typeCompleteness"]["symbols"]
     if not symbols:
