@@ -155,6 +155,7 @@ class Report:
         console = Console(
             file=out,
             force_terminal=terminal,
+            force_jupyter=False,  # else a notebook is shown the tables, and the text is empty
             color_system="auto" if terminal else None,
             width=None if terminal else WIDEST,
             legacy_windows=False,

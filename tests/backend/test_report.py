@@ -216,3 +216,12 @@ def test_reasons_lead_to_what_they_mean() -> None:
     shown = page(report)
     assert '<details class="why"><summary>too small: it moves ' in shown
     assert "<code>normpass bench --calibrate</code>" in shown
+
+
+def test_a_report_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    report = normpass.explain(model, torch.randn(4, 8), options={"inner": "eager"})
+    expected = str(report)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(report) == expected
+    assert "too small" in expected
