@@ -84,11 +84,16 @@ class Domain(AxisTable):
         self.dims: dict[Node, Dims] = {}
         # What dimensions have become. Shared with copies, and left to them when an axis changes.
         self.resolved: dict[Dims, Axes] = {}
+        # Dimensions that `check` has seen since one of their axes changed, and how many axes there
+        # were then: of these none has later ones.
+        self.checked: set[Dims] = set()
+        self.axes_then = 0
 
     def copy(self) -> Domain:
         other = Domain()
         other.table, other.dims = list(self.table), dict(self.dims)
         other.has_pieces, other.resolved = self.has_pieces, self.resolved
+        other.checked, other.axes_then = set(self.checked), self.axes_then
         return other
 
     def axes(self, node: Node) -> Axes:
@@ -117,6 +122,8 @@ class Domain(AxisTable):
     def become(self, axis: int, parts: Axes) -> None:
         super().become(axis, parts)
         self.resolved = {}
+        if axis < self.axes_then:
+            self.checked = set()
 
     def joined_dim(self, node: Node) -> int | None:
         """The dimension of a node that has pieces, if one has."""
@@ -207,13 +214,15 @@ class Domain(AxisTable):
         """No tensor may run along one axis twice: that would be a diagonal. Nor may two of its
         dimensions have pieces.
         """
-        for axes in map(self.whole_axes_of, set(self.dims.values())):
+        every_dims = set(self.dims.values())
+        for axes in map(self.whole_axes_of, every_dims - self.checked):
             joined = [axis for axis in axes if self.is_joined(axis)] if self.has_pieces else []
             every = [*set(self.expanded(joined)), *(axis for axis in axes if axis not in joined)]
             if len(set(every)) < len(every):
                 raise NotExpressible(f"{self.one_along(axes)} runs along one axis twice")
             if len(joined) > 1:
                 raise NotExpressible(f"{self.one_along(axes)} has pieces in two dimensions")
+        self.checked, self.axes_then = every_dims, len(self.table)
 
     def one_along(self, axes: Axes) -> str:
         """The name of a node with these axes."""

@@ -261,3 +261,28 @@ def test_equal_pieces_are_one_axis() -> None:
     assert len({piece for node in domain.dims for piece in domain.pieces_of(node)}) == 1
     with pytest.raises(NotExpressible, match="6 equal pieces"):
         domain_of(f, torch.zeros(12)).domain.in_equal_pieces(5)
+
+
+def test_what_was_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chain of nodes with tensors of their own: each node looks at its own dimensions, and
+    not at those of all before it.
+    """
+
+    def chain(x: Tensor, *others: Tensor) -> Tensor:
+        for other in others:
+            x = x * other
+        return x
+
+    graph = trace(chain, torch.randn(4, 8), *(torch.randn(8) for _ in range(64))).graph
+    looked = []
+    whole_axes_of = Domain.whole_axes_of
+
+    def counted(domain: Domain, dims: Any) -> Any:
+        looked.append(dims)
+        return whole_axes_of(domain, dims)
+
+    monkeypatch.setattr(Domain, "whole_axes_of", counted)
+    domain = Domain()
+    add_all(domain, graph)
+    assert len(domain.dims) == 129
+    assert len(looked) < 2 * len(domain.dims)
