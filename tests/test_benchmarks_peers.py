@@ -157,6 +157,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "cases", lambda: some)
 
 
+# By itself: it forks, and a fork hangs where the process has used several threads of OpenMP before.
+@pytest.mark.sweep
 @pytest.mark.usefixtures("small")
 def test_it_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--out", str(tmp_path), "--system-allocator", "--repeats", "2"]
