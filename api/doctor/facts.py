@@ -6,8 +6,10 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +17,9 @@ import normpass
 from normpass.backend.run import nvrtc, toolchain
 from normpass.backend.run.caches import capability
 from normpass.decomps.activation import is_registered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Variables whose names begin so change what is compiled, or where.
 PREFIXES = (
@@ -120,12 +125,20 @@ def gpu(index: int) -> str:
     return f"{name} ({major}.{minor}): {languages}"
 
 
+def sizes(folder: Path) -> Iterator[int]:
+    """Bytes of each file below a folder; without those that go while others build kernels."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                yield os.stat(os.path.join(where, name)).st_size
+
+
 def caches() -> dict[str, str]:
     try:
         folder = toolchain.cache_dir()
     except OSError as error:
         return {"folder": f"cannot be made: {error}"}
-    files = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    files = [*sizes(folder)]
     return {
         "folder": str(folder),
         "kernels": f"{len(files)} files, {sum(files) / 1e6:.0f} MB",
