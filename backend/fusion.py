@@ -45,7 +45,9 @@ def fuse_regions(graph: Graph, settings: Options) -> None:
     """Fuses the regions of a forward or backward graph, in place."""
     for_inductor = settings.inner == "inductor"
     number = dump.graph(settings.debug, "20_before", graph)
-    before = record.before(graph)
+    before = None
+    with faults.survived("copying a graph for a report", "a graph", "Reports lack it"):
+        before = record.before(graph)
     if for_inductor:
         rest.prepare(graph, settings)
     decisions = fuse_graph(

@@ -17,8 +17,9 @@ from rich.table import Table
 from normpass.backend.program.machine import ELEMENTS_PER_WORKER
 from normpass.backend.run import calibration
 from normpass.backend.run.caches import caches_of, private_cache
+from normpass.backend.run.clocks import cpu_seconds
 from normpass.backend.run.runtime import CallSite, kernel
-from normpass.benchmarks.measure import cpu_seconds, keep_freed_memory
+from normpass.benchmarks.measure import keep_freed_memory
 from normpass.passes.cost import Calibration, Costs
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normpass.benchmarks.measure import cpu_seconds
+from normpass.backend.run.clocks import cpu_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from normpass.benchmarks.measure import Clock
+    from normpass.backend.run.clocks import Clock
 
     Step = Callable[[], object]
 

@@ -8,13 +8,13 @@ import itertools
 import math
 import statistics
 import sys
-import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normpass.backend.run.clocks import calls_per_sample, cpu_seconds, cuda_seconds
 from normpass.benchmarks.cases import spell
 
 if TYPE_CHECKING:
@@ -22,16 +22,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from normpass.backend.run.clocks import Clock
     from normpass.benchmarks.cases import Case
-
-    Clock = Callable[[Callable[[], object], int], float]
 
 VARIANTS = ("eager", "inductor", "normpass")
 # How far PyTorch's own eager result may be from float64, relative to the largest value: beyond
 # this the oracle or the machine is broken, and there is nothing to compare with.
 EAGER_LIMIT = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
-# A sample is as many calls as take about this long; clocks and queues are too coarse for less.
-SAMPLE_SECONDS = 2e-3
 
 
 @dataclass
@@ -284,33 +281,6 @@ def interleave(
         if collecting:
             gc.enable()
     return {name: Timing.of(taken) for name, taken in samples.items()}
-
-
-def calls_per_sample(step: Callable[[], object], clock: Clock) -> int:
-    """Warm up, and find how many calls take about SAMPLE_SECONDS."""
-    clock(step, 3)
-    return max(1, math.ceil(SAMPLE_SECONDS / max(clock(step, 3) / 3, 1e-9)))
-
-
-def cpu_seconds(step: Callable[[], object], calls: int) -> float:
-    """Wall time of so many calls."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    return time.perf_counter() - start
-
-
-def cuda_seconds(step: Callable[[], object], calls: int) -> float:
-    """Device time of so many calls, from event to event."""
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(calls):
-        step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def peak_bytes(step: Callable[[], object], device: str) -> int:

@@ -117,6 +117,8 @@ def _alone(case: Case) -> str:
     """The outcome in a process of its own."""
     import torch._inductor.config as inductor_config
 
+    # Several would hang: the threads of GCC's OpenMP stay behind in the process that is forked.
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable()
     # Else each process would start others, to compile one kernel.

@@ -13,6 +13,7 @@ from torch._logging._internal import trace_structured
 
 from normpass.backend.explain.cut_out import CutOut, NotCutOut, cut_out, marked_copy, unmark
 from normpass.backend.explain.listing import Line, listing
+from normpass.passes import faults
 from normpass.passes.names import is_backward
 from normpass.passes.pipeline import Decision, Fused
 
@@ -104,6 +105,9 @@ def _cut(before: Before, after: Graph, fused: Fused) -> CutOut | str:
         return cut_out(before.graph, after, fused)
     except NotCutOut as reason:
         return str(reason)
+    except Exception as error:  # whatever it is, the rest of the report holds
+        subject = f"{fused.name} of {fused.module or 'the graph'}"
+        return faults.report("taking a region out of its graph", subject, error, "It is not timed")
 
 
 def decisions(made: Sequence[Decision]) -> None:

@@ -7,7 +7,6 @@ compared first; then they are timed in alternation, call by call as Inductor's c
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from torch.fx import GraphModule, Interpreter
 
 from normpass.backend.explain import stock
 from normpass.backend.explain.words import failure
+from normpass.backend.run.clocks import calls_per_sample, cpu_seconds, cuda_seconds
 from normpass.backend.run.layouts import Laid, Layout, lie_as_planned
 from normpass.backend.run.op import region_op
 from normpass.backend.run.runtime import CallSite
@@ -25,19 +25,16 @@ from normpass.passes.region_text import parse
 from normpass.passes.sizes import hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.fx import Graph, Node
 
     from normpass.backend.explain.cut_out import CutOut
+    from normpass.backend.run.clocks import Clock, Step
     from normpass.passes.pipeline import Fused
 
-    Step = Callable[[], object]
-
 ROUNDS = 9
-# A sample is as many calls as take about this long: clocks are too coarse for less.
-SAMPLE_SECONDS = 2e-3
 # How far results may be apart, relative to the largest: roundings of the result itself, and for one
 # that sums n numbers so many times sqrt(n) roundings of what it is computed in.
 ROUNDINGS = 4
@@ -85,7 +82,7 @@ def _timed(fused: Fused, cut: CutOut, settings: Mapping[str, Any]) -> Times:
         largest = max((x.numel() for x in inputs), default=1)
         if difference := different(mine, theirs, largest):
             raise NotTimed(difference)
-        clock = _cuda_seconds if fused.device == "cuda" else _cpu_seconds
+        clock = cuda_seconds if fused.device == "cuda" else cpu_seconds
         ours, other = alternately((our_step, stock_step), clock)
     return Times(ours, other)
 
@@ -235,33 +232,11 @@ def _apart(one: Tensor, other: Tensor, dtype: torch.dtype) -> float:
 # ---- clocks
 
 
-def alternately(steps: tuple[Step, Step], clock: Callable[[Step, int], float]) -> list[float]:
+def alternately(steps: tuple[Step, Step], clock: Clock) -> list[float]:
     """Seconds a call of each step, the median of rounds in which they take turns."""
-    counts = []
-    for step in steps:
-        clock(step, 3)  # warms up
-        counts.append(max(1, math.ceil(SAMPLE_SECONDS / max(clock(step, 3) / 3, 1e-9))))
+    counts = [calls_per_sample(step, clock) for step in steps]
     samples: tuple[list[float], ...] = tuple([] for _ in steps)
     for turn in range(ROUNDS):
         for k in (0, 1) if turn % 2 == 0 else (1, 0):
             samples[k].append(clock(steps[k], counts[k]) / counts[k])
     return [median(taken) for taken in samples]
-
-
-def _cpu_seconds(step: Step, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    return time.perf_counter() - start
-
-
-def _cuda_seconds(step: Step, calls: int) -> float:
-    """Device time, from event to event."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(calls):
-        step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3

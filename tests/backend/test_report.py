@@ -18,6 +18,7 @@ from normpass.backend.explain.page import page
 from normpass.backend.explain.side_by_side import without_region
 from normpass.backend.explain.timing import Times
 from normpass.backend.explain.words import place
+from normpass.passes import faults
 from normpass.passes.pipeline import Fused
 from normpass.passes.region_text import parse
 from normpass.passes.sizes import human
@@ -225,3 +226,27 @@ def test_a_report_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert str(report) == expected
     assert "too small" in expected
+
+
+def test_a_region_that_cannot_be_taken_out_is_reported_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever goes wrong there: the region is in the table, and says why it has no time."""
+
+    def failing(*_: object) -> None:
+        raise KeyError("a node")
+
+    monkeypatch.setattr("normpass.backend.explain.record.cut_out", failing)
+    options = {"inner": "eager", "least_bytes": 0}
+    report = normpass.explain(nn.LayerNorm(8), torch.randn(4, 8), options=options, measure="time")
+    (region,) = (each for each in report.regions if each.phase == "forward")
+    assert (
+        region.times
+        == "a fault of normpass in taking a region out of its graph: KeyError: 'a node'"
+    )
+    assert region.bytes_stock is None
+    assert "not timed: layer_norm forward" in str(report)
+    assert [kind[:2] for kind in faults.reported()] == [
+        ("taking a region out of its graph", "KeyError")
+    ]
+    faults.forget()
