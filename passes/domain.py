@@ -84,16 +84,16 @@ class Domain(AxisTable):
         self.dims: dict[Node, Dims] = {}
         # What dimensions have become. Shared with copies, and left to them when an axis changes.
         self.resolved: dict[Dims, Axes] = {}
-        # Dimensions that `check` has seen since one of their axes changed, and how many axes there
-        # were then: of these none has later ones.
-        self.checked: set[Dims] = set()
+        # Dimensions that `check` has not seen since one of their axes changed, and how many axes
+        # there were when it looked last: what it has seen has no later ones.
+        self.unchecked: set[Dims] = set()
         self.axes_then = 0
 
     def copy(self) -> Domain:
         other = Domain()
         other.table, other.dims = list(self.table), dict(self.dims)
         other.has_pieces, other.resolved = self.has_pieces, self.resolved
-        other.checked, other.axes_then = set(self.checked), self.axes_then
+        other.unchecked, other.axes_then = set(self.unchecked), self.axes_then
         return other
 
     def axes(self, node: Node) -> Axes:
@@ -123,7 +123,7 @@ class Domain(AxisTable):
         super().become(axis, parts)
         self.resolved = {}
         if axis < self.axes_then:
-            self.checked = set()
+            self.unchecked = set(self.dims.values())
 
     def joined_dim(self, node: Node) -> int | None:
         """The dimension of a node that has pieces, if one has."""
@@ -195,8 +195,12 @@ class Domain(AxisTable):
             raise NotExpressible(f"{node.target} is neither pointwise, reduction nor view")
         if node in self.dims:
             dims = tuple(self.unify(a, b) for a, b in zip(dims, self.dims[node], strict=True))
-        self.dims[node] = dims
+        self.put(node, dims)
         self.check()
+
+    def put(self, node: Node, dims: Dims) -> None:
+        self.dims[node] = dims
+        self.unchecked.add(dims)
 
     def source(self, node: Node) -> Node:
         """What a node is one result or a part of."""
@@ -208,21 +212,20 @@ class Domain(AxisTable):
     def place(self, node: Node) -> None:
         """Gives a tensor from outside axes of its own, unless it has some."""
         if node not in self.dims and isinstance(node.meta.get("val"), torch.Tensor):
-            self.dims[node] = tuple(self.new(extent) for extent in shape_of(node))
+            self.put(node, tuple(self.new(extent) for extent in shape_of(node)))
 
     def check(self) -> None:
         """No tensor may run along one axis twice: that would be a diagonal. Nor may two of its
         dimensions have pieces.
         """
-        every_dims = set(self.dims.values())
-        for axes in map(self.whole_axes_of, every_dims - self.checked):
+        for axes in map(self.whole_axes_of, self.unchecked):
             joined = [axis for axis in axes if self.is_joined(axis)] if self.has_pieces else []
             every = [*set(self.expanded(joined)), *(axis for axis in axes if axis not in joined)]
             if len(set(every)) < len(every):
                 raise NotExpressible(f"{self.one_along(axes)} runs along one axis twice")
             if len(joined) > 1:
                 raise NotExpressible(f"{self.one_along(axes)} has pieces in two dimensions")
-        self.checked, self.axes_then = every_dims, len(self.table)
+        self.unchecked, self.axes_then = set(), len(self.table)
 
     def one_along(self, axes: Axes) -> str:
         """The name of a node with these axes."""

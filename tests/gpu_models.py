@@ -33,7 +33,7 @@ from triton_ahead import usage
 from normpass.backend.run import cuda_driver, cuda_launch, launch_gpu, nvrtc, prepared
 from normpass.benchmarks.gpu_models import MODELS
 from normpass.benchmarks.zoo import FORMATS
-from normpass.doctor import listening
+from normpass.doctor.trial import listening
 from normpass.passes import faults
 
 if TYPE_CHECKING:

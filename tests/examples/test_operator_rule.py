@@ -22,13 +22,24 @@ special = pytest.importorskip("scipy.special", reason="scipy is not installed (s
 pytestmark = [*IGNORED, pytest.mark.usefixtures("rules")]
 Z = torch.linspace(-30, 30, 121, dtype=torch.float64)
 Y = torch.from_numpy(special.wrightomega(Z.numpy()))
+RULES = {
+    normpass.rule.derivative: operator_rule.wright_omega_backward,
+    normpass.rule.batching: operator_rule.wright_omega_batched,
+    normpass.rule.decomposition: operator_rule.wright_omega_decomposed,
+}
+# No other test of this process is to find them among the rules.
+for declared in RULES.values():
+    declared.remove()
 
 
 @pytest.fixture
 def rules() -> Iterator[None]:
-    """As the program itself does."""
+    """As the program itself declares and registers them."""
+    rules = [declare(wright_omega)(rule.function) for declare, rule in RULES.items()]
     with normpass.registered():
         yield
+    for rule in rules:
+        rule.remove()
 
 
 def test_its_values_are_scipys() -> None:
