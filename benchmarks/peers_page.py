@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normpass.benchmarks.cases import spell
+from normpass.benchmarks.cases import geometric_mean, spell
 from normpass.benchmarks.peers import FILE, counts
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results") / FILE
 PAGE = Path("docs/comparison.md")
-PLACES = ("asked", "counts", "cases", "timed", "times")
+PLACES = ("asked", "counts", "cases", "timed", "means", "times")
 MARKS = {"right": "=", "wrong": "X", "fails": "-"}
 
 
@@ -48,6 +48,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, list[str]]:
         lines["cases"] = [*marked(capability["ways"])]
     if times := document.get("times"):
         lines["timed"] = [described(times)]
+        lines["means"] = [*averaged(times["cases"])]
         lines["times"] = [*timed(times["cases"])]
     return lines
 
@@ -86,18 +87,44 @@ def _marks(said: Sequence[str]) -> str:
 
 def timed(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Milliseconds of normpass, and how many times as fast it is as each of the others."""
-    names = list(dict.fromkeys(name for case in cases for name in case["seconds"]))
-    others = [name for name in names if name != "normpass"]
+    others = _others(cases)
     yield from _head(["", "", "", "", "normpass, ms", *(f"against {name}" for name in others)])
     for case in cases:
-        medians = {name: timing["median"] for name, timing in case["seconds"].items()}
-        ours = medians.get("normpass")
+        ours = case["seconds"].get("normpass")
         cells = [case["phase"], case["norm"], spell(tuple(case["shape"])), case["dtype"]]
-        cells.append("wrong" if ours is None else f"{ours * 1e3:.2f}")
-        for name in others:
-            theirs = medians.get(name)
-            cells.append("wrong" if not (ours and theirs) else f"{theirs / ours:.2f}x")
+        cells.append("wrong" if ours is None else f"{ours['median'] * 1e3:.2f}")
+        cells += [_times(ratio) for ratio in _ratios(case, others)]
         yield _row(cells)
+
+
+def averaged(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Geometric means over the norms that both computed right, and the worst of them."""
+    others = _others(cases)
+    yield from _head(["", "", *(f"against {name}" for name in others)])
+    for phase, dtype in dict.fromkeys((case["phase"], case["dtype"]) for case in cases):
+        of_both = [case for case in cases if (case["phase"], case["dtype"]) == (phase, dtype)]
+        cells = [phase, dtype]
+        for column in zip(*(_ratios(case, others) for case in of_both), strict=True):
+            known = [ratio for ratio in column if ratio is not None]
+            mean = _times(geometric_mean(known) if known else None)
+            cells.append(f"{mean} ({_times(min(known, default=None))})")
+        yield _row(cells)
+
+
+def _others(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for case in cases for name in case["seconds"])
+    return [name for name in names if name != "normpass"]
+
+
+def _ratios(case: Mapping[str, Any], others: Sequence[str]) -> list[float | None]:
+    """How many times as fast normpass is; None where one of the two was wrong."""
+    medians = {name: timing["median"] for name, timing in case["seconds"].items()}
+    ours = medians.get("normpass")
+    return [medians[name] / ours if ours and name in medians else None for name in others]
+
+
+def _times(ratio: float | None) -> str:
+    return "wrong" if ratio is None else f"{ratio:.2f}x"
 
 
 def _head(cells: Sequence[str]) -> Iterator[str]:

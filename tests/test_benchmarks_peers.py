@@ -200,6 +200,16 @@ def test_what_was_not_measured_is_said_to_be_so() -> None:
     assert peers_page.page(text, {}).count("Not measured yet.") == len(peers_page.PLACES)
 
 
+def test_means_are_geometric_and_of_what_both_have_right() -> None:
+    def case(**seconds: float) -> dict[str, Any]:
+        timings = {name: {"median": each} for name, each in seconds.items()}
+        return {"phase": "backward", "dtype": "float32", "seconds": timings}
+
+    cases = [case(normpass=1, eager=2, jax=3), case(normpass=0.5, eager=4), case(eager=1, jax=1)]
+    *_, row = peers_page.averaged(cases)
+    assert row == "| backward | float32 | 4.00x (2.00x) | 3.00x (3.00x) |"
+
+
 def test_a_page_without_a_place_is_refused() -> None:
     document = json.loads((ROOT / peers_page.RESULTS).read_text())
     with pytest.raises(ValueError, match="expected one place <!-- asked --> in the page, found 0"):
