@@ -27,93 +27,93 @@ TARGETS := test versions accept sweep operators upstream models transforms examp
 .PHONY: help check $(TARGETS)
 
 help:
-	@echo "make TARGET, one of: $(TARGETS)"
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-test: $(VENV)/test.stamp
+test: $(VENV)/test.stamp  ## what every change passes; ARGS are pytest's
 	$(BIN)/pytest $(PARALLEL) $(ARGS)
 
-versions: $(VERSIONS:%=version-%)
+versions: $(VERSIONS:%=version-%)  ## the suite on the oldest and the newest PyTorch
 
 version-%:
 	$(MAKE) test VENV=build/venv-$* TORCH=torch==$*
 
 # Snapshots as they are now, inline and in files; one process, because expecttest edits the tests.
-accept: $(VENV)/test.stamp
+accept: $(VENV)/test.stamp  ## takes snapshots as they are now; ARGS choose tests
 	EXPECTTEST_ACCEPT=1 $(BIN)/pytest $(ARGS)
 	@find tests -name '*.py.bak' -delete
 	@git status --short expect tests
 
-sweep: $(VENV)/test.stamp
+sweep: $(VENV)/test.stamp  ## what `make test` leaves out
 	$(BIN)/pytest $(PARALLEL) -m sweep $(ARGS)
 
 # Gradients of 34 model families of transformers and diffusers against eager.
-models: $(VENV)/test,models.stamp
+models: $(VENV)/test,models.stamp  ## gradients of model families
 	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/models $(ARGS)
 
 # docs/transforms.md: which derivatives of which norms are right, stock and with the rules.
-transforms: $(VENV)/test.stamp
+transforms: $(VENV)/test.stamp  ## writes docs/transforms.md anew
 	$(BIN)/python tests/transform_matrix.py --jobs $(JOBS) $(ARGS)
 
 # The programs of examples/ against eager, with the packages that they import.
-examples: $(VENV)/test,examples.stamp
+examples: $(VENV)/test,examples.stamp  ## the programs of examples/, tested
 	$(BIN)/pytest $(PARALLEL) -m "sweep or not sweep" tests/examples $(ARGS)
 
 # The notebooks of examples/ anew from its scripts, with what they print: make notebooks ARGS=wgan_gp
-notebooks: $(VENV)/test,examples.stamp
+notebooks: $(VENV)/test,examples.stamp  ## writes the notebooks of examples/ anew
 	$(BIN)/python -m normpass.examples.notebooks.build $(ARGS)
 
 # The packages of docs/companions.md train with the backend as in eager mode.
-companions: $(VENV)/test,companions.stamp
+companions: $(VENV)/test,companions.stamp  ## the packages of docs/companions.md, tested
 	$(BIN)/pytest $(PARALLEL) tests/companions $(ARGS)
 
 # PyTorch's operator database compiled without the rules and with them: fails if they break anything.
-operators: $(VENV)/test.stamp
+operators: $(VENV)/test.stamp  ## PyTorch's operator database with the rules and without
 	$(BIN)/python tests/operator_database.py --jobs $(JOBS) --summary expect/operators.txt $(ARGS)
 
 # The wheel in dist/, tested in an empty environment. Of what build/lib holds from an earlier build,
 # setuptools would put files into it that are gone.
-wheel: $(VENV)/test.stamp
+wheel: $(VENV)/test.stamp  ## the wheel in dist/, tested
 	rm -rf dist build/lib
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	NORMPASS_WHEEL="$$(echo dist/*.whl)" $(BIN)/pytest tests/test_installed.py -k wheel $(ARGS)
 
 # What is published, in dist/: that wheel and the source archive, from which the same wheel is built.
-dist: wheel $(VENV)/dev.stamp
+dist: wheel $(VENV)/dev.stamp  ## the wheel and the source archive, tested
 	$(BIN)/python -m build --quiet --sdist --no-isolation --outdir dist .
 	$(BIN)/twine check --strict dist/*
 	NORMPASS_DIST=dist $(BIN)/pytest tests/test_joining.py -k source_archive $(ARGS)
 
 # PyTorch's own tests with the rules in eager mode and without: make upstream ARGS=path/to/pytorch/test
-upstream: $(VENV)/test.stamp
+upstream: $(VENV)/test.stamp  ## PyTorch's own tests with the rules and without; ARGS=path/to/pytorch/test
 	$(BIN)/python tests/upstream_tests.py --jobs $(JOBS) $(ARGS)
 
 # The site in build/docs; what its pages take from the code is written into docs/generated first.
-docs: $(VENV)/docs.stamp
+docs: $(VENV)/docs.stamp  ## the site in build/docs
 	$(BIN)/python docs/generate.py
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs $(ARGS)
 	@echo "build/docs/index.html"
 
-demo: $(VENV)/demo.stamp
+demo: $(VENV)/demo.stamp  ## a transformer with normpass and without
 	$(BIN)/normpass demo $(ARGS)
 
-bench: $(VENV)/bench.stamp
+bench: $(VENV)/bench.stamp  ## times the norms
 	$(BIN)/normpass bench $(ARGS)
 
-page: $(VENV)/test.stamp
+page: $(VENV)/test.stamp  ## writes docs/rules.md anew
 	$(BIN)/normpass coverage --page docs/rules.md
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp  ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/dev.stamp
+format: $(VENV)/dev.stamp  ## ruff, which edits
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # mypy finds packages by their folders, and normpass.decomps lies in decomps/: a folder of links
 # shows it the layout that is installed.
 TYPED := build/types/normpass
-types: $(VENV)/dev.stamp
+types: $(VENV)/dev.stamp  ## mypy and pyright
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)
 	@ln -s $(CURDIR)/api/* $(CURDIR)/decomps $(CURDIR)/passes $(CURDIR)/backend \
 	    $(CURDIR)/benchmarks $(CURDIR)/examples $(TYPED)/
@@ -122,7 +122,7 @@ types: $(VENV)/dev.stamp
 	PYTHONPATH=build/types $(BIN)/python tests/public_types.py
 	cd build/types && $(CURDIR)/$(BIN)/pyright --pythonpath $(CURDIR)/$(BIN)/python normpass
 
-clean:
+clean:  ## takes away .venv and what was built
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp per extra: pip runs again only when pyproject.toml, setup.py or TORCH has changed.

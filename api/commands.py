@@ -164,6 +164,7 @@ def kernels(argv: Sequence[str]) -> int:
 def coverage(argv: Sequence[str]) -> int:
     """`normpass coverage`: the rules against the functions of PyTorch that they are to replace."""
     from normpass.decomps import coverage as ledger
+    from normpass.decomps.coverage.operator import named, of_operator
     from normpass.decomps.coverage.page import by_family, page
 
     parser = argparse.ArgumentParser("normpass coverage", description=coverage.__doc__)
@@ -171,10 +172,21 @@ def coverage(argv: Sequence[str]) -> int:
     what.add_argument("--open", action="store_true", help="list what is not ported yet")
     what.add_argument("--rules", action="store_true", help="list every rule")
     what.add_argument("--page", metavar="OUT", type=Path, help="write the reference page of rules")
+    what.add_argument(
+        "--op", metavar="NAME", help="list what there is of one operator, such as aten.renorm"
+    )
     parser.add_argument(
         "--family", metavar="NAME", help="list or count one family only, such as norm or linalg"
     )
     args = parser.parse_args(argv)
+    if args.op is not None:
+        try:
+            overloads = named(args.op)
+        except ValueError as wrong:
+            parser.error(str(wrong))
+        found = [(str(op), *each) for op in overloads for each in of_operator(op)]
+        print_table(args.op, ("operator", "what", "where"), found)
+        return 0
 
     families = by_family()
     entries = ledger.rows()

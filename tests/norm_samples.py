@@ -251,6 +251,19 @@ def safe_softmax(dtype: torch.dtype) -> Iterator[Sample]:
     yield "one number", (x[0, 0, 0], 0, None)
 
 
+# --- weight norm --------------------------------------------------------------------------------
+
+
+def weight_norm_backward(dtype: torch.dtype) -> Iterator[Sample]:
+    """ATen's kernels know the first and the last axis, of weights without gaps."""
+    for shape in ((5, 6), (5, 4, 3), (5, 4, 3, 6), (3, 4099), (700, 3), (1, 5), (5, 1)):
+        for dim in (0, len(shape) - 1):
+            gw, v = pair(shape, dtype)
+            g = uniform(*(n if i == dim else 1 for i, n in enumerate(shape)), dtype=dtype)
+            _, norms = aten._weight_norm_interface(v, g, dim)
+            yield f"{shape}, dim {dim}", (gw, v, g, norms, dim)
+
+
 # --- all of them --------------------------------------------------------------------------------
 
 _BUILDERS: dict[str, Callable[[torch.dtype], Iterator[Sample]]] = {
@@ -265,9 +278,17 @@ _BUILDERS: dict[str, Callable[[torch.dtype], Iterator[Sample]]] = {
     "aten.cudnn_batch_norm_backward.default": cudnn_batch_norm_backward,
     "aten.miopen_batch_norm_backward.default": miopen_batch_norm_backward,
     "aten._safe_softmax.default": safe_softmax,
+    "aten._weight_norm_interface_backward.default": weight_norm_backward,
 }
 
 
 def samples(op: OpOverload, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every hand-made sample of an operator; KeyError for one without, so none is forgotten."""
+    """Every hand-made sample of an operator. Raises LookupError where there are none, so that none
+    is forgotten.
+    """
+    if str(op) not in _BUILDERS:
+        raise LookupError(
+            f"{op} has a decomposition and no samples: write a function that yields more than ten "
+            "and enter it in _BUILDERS (tests/norm_samples.py)"
+        )
     return _BUILDERS[str(op)](dtype)

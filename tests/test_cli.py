@@ -237,6 +237,31 @@ def test_coverage_lists_what_is_open(capsys: pytest.CaptureFixture[str]) -> None
     assert all(name[:12] in text for name in names)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("aten.renorm", {"decomposition, Inductor", "derivative, normpass.vjp"}),
+        ("aten::_weight_norm_interface_backward.default", {"decomposition, normpass"}),
+        ("aten.add", {"aten.add.Tensor", "aten.add.Scalar"}),
+        ("aten.dropout", set()),  # composite: there is nothing to put in its place
+    ],
+)
+def test_coverage_of_an_operator(
+    name: str, said: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["coverage", "--op", name]) == 0
+    text = capsys.readouterr().out
+    assert all(each in text for each in said)
+    assert ("normpass" in text) == any("normpass" in each or "add" in each for each in said)
+
+
+@pytest.mark.parametrize("name", ["aten.renrom", "renorm", "", "aten"])
+def test_coverage_of_what_is_no_operator(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["coverage", "--op", name])
+    assert "expected an operator, such as aten.renorm; found" in capsys.readouterr().err
+
+
 def test_coverage_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "docs" / "rules.md"
     assert main(["coverage", "--page", str(file)]) == 0

@@ -138,7 +138,7 @@ def test_forms_ask_for_the_doctor_and_the_report(path: Path) -> None:
 def test_every_target_that_tests_is_explained() -> None:
     """What takes long, by its name."""
     shown = {code.split()[1] for (code, _) in _targets_in_the_table()}
-    others = {"test", "accept", "demo", "bench", "page", "lint", "types", "format", "clean", "help"}
+    others = {"test", "accept", "demo", "bench", "lint", "types", "format", "clean", "help"}
     others |= {"check", "docs", "always"}
     assert shown == targets().keys() - others
 

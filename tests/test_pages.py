@@ -25,8 +25,11 @@ OTHERS = tuple(
 )
 PAGES = (README, *DOCS, *OTHERS)
 # Of these others run the programs: tests/companions, tests/test_readme.py. Those of deployment.md
-# and distributed.md go on from a model of the reader's.
-RUN_ELSEWHERE = {"docs/companions.md", "docs/deployment.md", "docs/distributed.md"}
+# and distributed.md go on from a model of the reader's; developing.md shows a part of a file.
+RUN_ELSEWHERE = {
+    *("docs/companions.md", "docs/deployment.md", "docs/distributed.md"),
+    "docs/developing.md",
+}
 RUN = tuple(
     page
     for page in DOCS
@@ -73,6 +76,11 @@ def run_in(folder: Path, page: str) -> subprocess.CompletedProcess[str]:
 def test_a_page_runs_from_top_to_bottom(page: Page, tmp_path: Path) -> None:
     done = run_in(tmp_path, page.path)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rule_that_is_shown_is_the_one_there_is() -> None:
+    shown = Page("docs/developing.md").block("@decomposition(").text
+    assert shown in (ROOT / "decomps" / "norms" / "weight_norm.py").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

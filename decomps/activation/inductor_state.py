@@ -37,13 +37,16 @@ def inductor_tables() -> list[Table]:
     """Inductor's table, and the copy that select_decomp_table keeps of it, if it has one.
 
     Both are changed in place: clearing the cache of the copy would lose what other libraries put
-    into it, and making it now would freeze it before they register.
+    into it, and making it now would freeze it before they register. Inductor's lowerings refuse to
+    be imported while an operator that they leave to ATen has a decomposition: they come first.
     """
     from normpass.decomps.activation.torch_internals import (
         fast_random_decomps,
+        find,
         inductor_decompositions,
     )
 
+    find("torch._inductor.lowering")
     tables: list[Table] = [inductor_decompositions]
     if fast_random_decomps is not None and fast_random_decomps.cache_info().currsize:
         tables.append(fast_random_decomps())

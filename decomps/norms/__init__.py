@@ -11,6 +11,14 @@ Instance norm has no file: aten.instance_norm is a composite that autograd takes
 norm of (1, N * C, *) before any rule is asked for.
 """
 
-from normpass.decomps.norms import batch, batch_spellings, group, layer, rms, softmax
+from normpass.decomps.norms import (
+    batch,
+    batch_spellings,
+    group,
+    layer,
+    rms,
+    softmax,
+    weight_norm,
+)
 
-__all__ = ["batch", "batch_spellings", "group", "layer", "rms", "softmax"]
+__all__ = ["batch", "batch_spellings", "group", "layer", "rms", "softmax", "weight_norm"]

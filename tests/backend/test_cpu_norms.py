@@ -164,6 +164,20 @@ def test_forward_and_backward(name: str, dtype: torch.dtype) -> None:
     assert count_fused() >= 1
 
 
+@by_dtype
+def test_weight_norm(dtype: torch.dtype) -> None:
+    """A kernel for each direction, before the product and behind it."""
+    norm = Norm(
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(67, 67)),
+        (5, 7, 67),
+        lambda x, b, g, v: F.linear(x, g * v / v.square().sum(1, keepdim=True).sqrt(), b),
+    )
+    module = module_of(norm, dtype)
+    x, g = tensors(norm.shape, dtype)
+    check(compile_fused(module), module, module, norm.oracle, x, g)
+    assert (count_fused("forward"), count_fused("backward")) == (1, 1)
+
+
 def _oracle(norm: Norm, module: nn.Module) -> Callable[..., Tensor]:
     """Of as many arguments as the module has parameters."""
     missing = 2 - len(list(module.parameters()))

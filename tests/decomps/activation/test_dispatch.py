@@ -118,6 +118,25 @@ def test_rules_hold_from_register_to_unregister() -> None:
     assert child.stdout.strip() == "failed", child.stderr[-2000:]
 
 
+BEFORE_INDUCTOR = """
+import sys, torch
+from normpass.decomps.activation import register
+assert "torch._inductor.lowering" not in sys.modules
+register()
+model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 8))
+torch.compile(model, backend="inductor")(torch.ones(2, 8)).sum().backward()
+print(model.parametrizations.weight.original1.grad.isfinite().all().item())
+"""
+
+
+def test_rules_come_before_inductor_has_been_imported() -> None:
+    """One is of weight norm's backward, which its lowerings leave to ATen and want no rule of."""
+    child = subprocess.run(
+        [sys.executable, "-c", BEFORE_INDUCTOR], capture_output=True, text=True, check=False
+    )
+    assert child.stdout.strip() == "True", child.stderr[-2000:]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_as_a_composition(dtype: torch.dtype, training: bool) -> None:

@@ -30,8 +30,11 @@ def argument_names(rule: Rule) -> list[str]:
 
 
 def place_of_input(rule: Rule) -> int:
+    """Of what is normalized, by the names that PyTorch's operators have for it."""
     names = argument_names(rule)
-    return names.index("input" if "input" in names else "self")
+    found = [names.index(name) for name in ("input", "self", "saved_v") if name in names]
+    assert found, f"which argument of {rule.op} is normalized? Its name belongs into this list"
+    return found[0]
 
 
 COPIES = {"as_strided", "clone", "permute", "transpose", "t", "copy_", "contiguous"}
