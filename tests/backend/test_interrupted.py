@@ -28,7 +28,15 @@ from normpass.passes import rewrite
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(autouse=True)
+def _it_is_heard() -> Iterator[None]:
+    """Ctrl-C is not, in what a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def fused() -> int:
