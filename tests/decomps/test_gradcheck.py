@@ -45,6 +45,7 @@ LEFT_OUT = {
     ),
     "miopen_batch_norm": "no kernel on CPUs",
     "miopen_batch_norm_backward": "no kernel on CPUs",
+    "_weight_norm_interface_backward": "no OpInfo: norms/test_norms.py, backend/test_cpu_norms.py",
     "_new_zeros_with_same_feature_meta": "no derivative: it makes the memory of a tangent",
     "_reshape_alias": "not called: reshape, in whose OpInfo it is, makes a view",
     "rrelu_with_noise": "writes to its noise, and draws other noise each time",
