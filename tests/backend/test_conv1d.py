@@ -88,6 +88,12 @@ def gradients(net: Any, parameters: list[Tensor], x: Tensor, g: Tensor) -> list[
     return [y, *torch.autograd.grad(y, [x, *parameters], g)]
 
 
+@pytest.fixture(autouse=True)
+def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done where it is faster, is right on every processor."""
+    monkeypatch.setattr(conv1d, "_has_kernels", lambda: True)
+
+
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what is copied for the sake of its layout."""
@@ -146,6 +152,23 @@ def test_right_and_nothing_is_copied(
         # The caller's x lies as in eager mode, and what it gets: y and the gradients of both.
         of_images = [size for size in copied if size > CHANNELS * CHANNELS * 8]
         assert len(of_images) <= 4
+
+
+def test_without_such_kernels_all_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv1d, "_has_kernels", lambda: False)
+    graph = trace_gradients(convolution(), torch.randn(3, CHANNELS, LENGTH))
+    before = str(graph.graph)
+    conv1d.as_images(graph.graph)
+    assert str(graph.graph) == before
+
+
+@pytest.mark.parametrize(("capability", "has"), [("AVX512", True), ("AVX2", False)])
+def test_which_processors_have_them(
+    capability: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert conv1d._has_kernels() is has
 
 
 def test_a_fault_costs_no_more_than_time(monkeypatch: pytest.MonkeyPatch) -> None:
