@@ -17,11 +17,6 @@ from normpass.examples.operator_rule import wright_omega
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-special = pytest.importorskip("scipy.special", reason="scipy is not installed (scikit-learn's)")
-
-pytestmark = [*IGNORED, pytest.mark.usefixtures("rules")]
-Z = torch.linspace(-30, 30, 121, dtype=torch.float64)
-Y = torch.from_numpy(special.wrightomega(Z.numpy()))
 RULES = {
     normpass.rule.derivative: operator_rule.wright_omega_backward,
     normpass.rule.batching: operator_rule.wright_omega_batched,
@@ -30,6 +25,12 @@ RULES = {
 # No other test of this process is to find them among the rules.
 for declared in RULES.values():
     declared.remove()
+
+special = pytest.importorskip("scipy.special", reason="scipy is not installed (scikit-learn's)")
+
+pytestmark = [*IGNORED, pytest.mark.usefixtures("rules")]
+Z = torch.linspace(-30, 30, 121, dtype=torch.float64)
+Y = torch.from_numpy(special.wrightomega(Z.numpy()))
 
 
 @pytest.fixture
