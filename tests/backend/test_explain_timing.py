@@ -21,6 +21,7 @@ from normpass.backend.explain import report as reports
 from normpass.backend.explain import stock, timing
 from normpass.backend.explain.cut_out import CutOut
 from normpass.backend.explain.timing import Times, different, random_inputs, timed
+from normpass.backend.inductor import conv1d
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +115,9 @@ def test_sizes_are_those_of_the_example() -> None:
         assert different(ours, theirs, 48 * 64) is None
 
 
-def test_what_another_pass_has_made_is_said() -> None:
+def test_what_another_pass_has_made_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution in one dimension becomes one of images, which its norm reads instead."""
+    monkeypatch.setattr(conv1d, "_has_kernels", lambda: True)
     net = nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8))
     with torch.no_grad():
         report = normpass.explain(net, torch.randn(4, 4, 64), options=WITH_INDUCTOR)
